@@ -1,0 +1,1 @@
+"""The handoff of a KV cache between two workers. Imports nothing, so the router stays light."""

@@ -1,0 +1,256 @@
+"""Which caches fit which workers: the contract, the identity, and their diff.
+
+Standard library only: the router imports this and must start without torch.
+
+VERSION bumps when a reader of the old version could misread a cache of the new one: a
+must-equal field added, removed or given another meaning; another canonical encoding;
+another canonical payload order. It does not bump for a new informational field.
+
+History:
+    1  first version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+
+from pdserve.errors import FieldDifference, Incompatible
+
+VERSION = 1
+
+MUST_EQUAL = "must_equal"
+CONVERTIBLE = "convertible"
+LOSSY = "lossy"
+INFORMATIONAL = "informational"
+
+
+@dataclass(frozen=True)
+class PositionScheme:
+    """How token positions reach attention. Two caches with different schemes never mix."""
+
+    kind: str  # rope | learned | alibi | none
+    theta: float = 0.0
+    dims: int = 0  # rotated dims of a head, or rows of a learned table
+    scaling: str = "none"
+    scaling_parameters: tuple[tuple[str, float], ...] = ()  # sorted by name
+    original_max_positions: int = 0
+    interleaved: bool = False
+    keys_cached_rotated: bool = True
+
+
+@dataclass(frozen=True)
+class AttentionScheme:
+    scale: float
+    soft_cap: float = 0.0
+    sliding_window: tuple[int, ...] = ()  # per layer; 0: no window
+
+
+@dataclass(frozen=True)
+class CachePlane:
+    """One cached tensor of one layer: [tokens, heads, head_dim] in canonical order."""
+
+    name: str  # "k" | "v"
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class WorkerContract:
+    """What a worker promises about every cache it makes or takes."""
+
+    model_digest: bytes
+    positions: PositionScheme
+    attention: AttentionScheme
+    planes: tuple[tuple[CachePlane, ...], ...]  # one entry per layer
+    vocab_size: int
+    tokenizer_digest: bytes  # b"": no tokenizer
+    page_size: int
+    page_axis_order: str  # hnd | nhd
+    device: str
+    kv_dtype: str
+    weight_dtype: str
+    activation_dtype: str
+    context_limit: int = 0
+    info: Mapping[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    def digest(self) -> bytes:
+        """SHA-256 over the must-equal fields: a fast key, never a substitute for `diff`."""
+        return sha256("contract", tuple((name, value) for name, value, kind in _flatten(self) if kind == MUST_EQUAL))
+
+
+@dataclass(frozen=True)
+class HandoffIdentity:
+    """Which cache a handoff is about; both sides compare it before a page is granted."""
+
+    contract_digest: bytes
+    adapter_digest: bytes | None
+    tenant: str
+    prompt_digest: bytes
+    start: int
+    end: int
+
+    def digest(self) -> bytes:
+        return sha256("identity", self)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    address: str
+    transport: str = "grpc"
+    authority: str = ""
+    first_layer: int = 0
+    end_layer: int = 0  # 0: all
+    first_head: int = 0
+    end_head: int = 0  # 0: all
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Permission to hand one cache to one decode worker, once."""
+
+    handoff_id: bytes
+    attempt: int
+    incarnation: bytes
+    secret: bytes = field(repr=False)
+    ttl_ms: int
+    held_tokens: int
+    endpoints: tuple[Endpoint, ...]
+
+
+def prompt_digest(ids: tuple[int, ...]) -> bytes:
+    return sha256("prompt", struct.pack(f"<{len(ids)}i", *ids))
+
+
+def diff(left: WorkerContract, right: WorkerContract) -> tuple[FieldDifference, ...]:
+    """Every field in which two contracts differ, must-equal ones first.
+
+    `left` is the sender's (prefill's). Layers are compared one by one, so that the code
+    names the layer: PLANES[3].k.heads.
+    """
+    order = (MUST_EQUAL, LOSSY, CONVERTIBLE, INFORMATIONAL)
+    a = {name: (value, kind) for name, value, kind in _flatten(left)}
+    b = {name: (value, kind) for name, value, kind in _flatten(right)}
+    found = []
+    for name in {**a, **b}:
+        x, kind = a.get(name, (None, MUST_EQUAL))
+        y, other = b.get(name, (None, kind))
+        if encode(x) != encode(y):
+            found.append(FieldDifference(name, _show(x), _show(y), kind if name in a else other))
+    return tuple(sorted(found, key=lambda d: order.index(d.kind)))
+
+
+def refusals(differences: tuple[FieldDifference, ...], allow_lossy: bool = False) -> tuple[FieldDifference, ...]:
+    """The differences that forbid a handoff."""
+    forbidden = (MUST_EQUAL,) if allow_lossy else (MUST_EQUAL, LOSSY)
+    return tuple(d for d in differences if d.kind in forbidden)
+
+
+def check_compatible(
+    left: WorkerContract, right: WorkerContract, allow_lossy: bool = False
+) -> tuple[FieldDifference, ...]:
+    """Returns the differences that will be converted; raises Incompatible with the rest."""
+    differences = diff(left, right)
+    refused = refusals(differences, allow_lossy)
+    if refused:
+        raise Incompatible(
+            f"the contracts differ in {', '.join(d.code for d in refused)}",
+            field=refused[0].code,
+            remedy="pair workers of one model, tokenizer and precision",
+            differences=refused,
+        )
+    return tuple(d for d in differences if d.kind != INFORMATIONAL)
+
+
+def check_identity(expected: HandoffIdentity, got: HandoffIdentity) -> None:
+    """Raises Incompatible naming the first field in which two identities differ."""
+    found = tuple(
+        FieldDifference(f"IDENTITY.{f.name}", _show(getattr(got, f.name)), _show(getattr(expected, f.name)))
+        for f in fields(HandoffIdentity)
+        if encode(getattr(got, f.name)) != encode(getattr(expected, f.name))
+    )
+    if found:
+        raise Incompatible(
+            f"the cache is not the one expected: {found[0]}",
+            reason="IDENTITY_MISMATCH",
+            field=found[0].code,
+            differences=found,
+        )
+
+
+def sha256(domain: str, value: object) -> bytes:
+    return hashlib.sha256(encode((domain, value))).digest()
+
+
+def encode(value: object) -> bytes:
+    """One tagged, length-prefixed encoding without collisions.
+
+    Every value is a one-byte type tag, an 8-byte little-endian length, and the body;
+    containers concatenate their encoded items. So absent (N), empty (a length of 0) and
+    neighbours ("ab","c" against "a","bc") can never meet.
+    """
+    if value is None:
+        return _tagged(b"N", b"")
+    if isinstance(value, bool):
+        return _tagged(b"B", b"\x01" if value else b"\x00")
+    if isinstance(value, int):
+        return _tagged(b"I", str(value).encode())
+    if isinstance(value, float):
+        return _tagged(b"F", struct.pack("<d", value))
+    if isinstance(value, str):
+        return _tagged(b"S", value.encode())
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _tagged(b"Y", bytes(value))
+    if isinstance(value, (tuple, list)):
+        return _tagged(b"T", b"".join(encode(item) for item in value))
+    if isinstance(value, Mapping):
+        return _tagged(b"M", b"".join(encode(k) + encode(value[k]) for k in sorted(value)))
+    if is_dataclass(value):
+        pairs = tuple((f.name, getattr(value, f.name)) for f in fields(value))
+        return _tagged(b"D", encode(type(value).__name__) + encode(pairs))
+    raise TypeError(f"no canonical encoding for {type(value).__name__}")
+
+
+def _tagged(tag: bytes, body: bytes) -> bytes:
+    return tag + struct.pack("<Q", len(body)) + body
+
+
+def _flatten(contract: WorkerContract) -> list[tuple[str, object, str]]:
+    """(stable name, value, class) of every comparable field."""
+    c = contract
+    rows: list[tuple[str, object, str]] = [
+        ("CONTRACT_VERSION", c.version, MUST_EQUAL),
+        ("MODEL_DIGEST", c.model_digest, MUST_EQUAL),
+    ]
+    rows += [(f"POSITION_SCHEME.{f.name}", getattr(c.positions, f.name), MUST_EQUAL) for f in fields(PositionScheme)]
+    rows += [(f"ATTENTION.{f.name}", getattr(c.attention, f.name), MUST_EQUAL) for f in fields(AttentionScheme)]
+    rows.append(("LAYERS", len(c.planes), MUST_EQUAL))
+    for layer, planes in enumerate(c.planes):
+        rows.append((f"PLANES[{layer}]", tuple(p.name for p in planes), MUST_EQUAL))
+        for plane in planes:
+            rows.append((f"PLANES[{layer}].{plane.name}.heads", plane.heads, MUST_EQUAL))
+            rows.append((f"PLANES[{layer}].{plane.name}.head_dim", plane.head_dim, MUST_EQUAL))
+    rows += [
+        ("VOCAB_SIZE", c.vocab_size, MUST_EQUAL),
+        ("TOKENIZER_DIGEST", c.tokenizer_digest, MUST_EQUAL),
+        ("PAGE_SIZE", c.page_size, CONVERTIBLE),
+        ("PAGE_AXIS_ORDER", c.page_axis_order, CONVERTIBLE),
+        ("DEVICE", c.device, CONVERTIBLE),
+        ("KV_DTYPE", c.kv_dtype, LOSSY),
+        ("WEIGHT_DTYPE", c.weight_dtype, LOSSY),
+        ("ACTIVATION_DTYPE", c.activation_dtype, LOSSY),
+        ("CONTEXT_LIMIT", c.context_limit, INFORMATIONAL),
+    ]
+    rows += [(f"INFO.{name}", c.info[name], INFORMATIONAL) for name in sorted(c.info)]
+    return rows
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return "absent"
+    if isinstance(value, bytes):
+        return value.hex()[:16] if value else "empty"
+    return str(value)

@@ -1,0 +1,1 @@
+"""The decoder: one `step(plan)` over a paged KV cache."""

@@ -1,0 +1,74 @@
+"""Worker records, and the one interface that both registries implement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cache_transfer.contract import Endpoint, WorkerContract
+
+PREFILL = "prefill"
+DECODE = "decode"
+
+STARTING = "starting"
+READY = "ready"
+DRAINING = "draining"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a worker reports about itself with every heartbeat."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_limit: int = 0
+    queued_tokens: int = 0
+    pages_total: int = 0
+    pages_held: int = 0
+    pages_cached: int = 0
+    tokens_per_s: float = 0.0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    worker_id: str
+    role: str  # PREFILL | DECODE
+    incarnation: bytes  # boot id, 16 random bytes
+    state: str
+    model: str  # served model name
+    endpoints: tuple[Endpoint, ...]  # Prefill or Decode, and Worker, services
+    transfer: tuple[Endpoint, ...]  # Transfer listeners; decode only
+    contract: WorkerContract
+    load: Load = Load()
+    lease_s: float = 5.0  # seconds the record lives after each renewal
+
+
+@dataclass(frozen=True)
+class LiveRecord:
+    """A record and the seconds its lease still had when the snapshot was taken."""
+
+    record: WorkerRecord
+    lease_left_s: float
+
+
+class Registry(Protocol):
+    """All methods raise Unavailable when the registry cannot be reached, within `timeout_s`."""
+
+    async def register(self, record: WorkerRecord) -> None:
+        """Adds the record or replaces an earlier incarnation of the same worker id."""
+        ...
+
+    async def heartbeat(self, worker_id: str, incarnation: bytes, state: str, load: Load) -> None:
+        """Renews the lease. Raises NotFound when the record is gone or another incarnation's."""
+        ...
+
+    async def deregister(self, worker_id: str, incarnation: bytes) -> None:
+        """Removes the record if this incarnation owns it; otherwise does nothing."""
+        ...
+
+    async def snapshot(self) -> tuple[LiveRecord, ...]:
+        """All records whose lease has not ended, ordered by worker id."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,104 @@
+"""What a caller may ask of a model. Standard library only; checked once, before any work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdserve.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How output tokens are chosen, and when output ends.
+
+    Filters apply in this order: bias, penalties, temperature, min-p, top-k, top-p.
+    `seed` None means "the router picks one"; workers always see a number.
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output only
+    frequency_penalty: float = 0.0  # over output only
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None  # None: as many as the context leaves room for
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; n: the chosen token and the n best
+
+    def check(self, vocab_size: int | None = None) -> None:
+        """Raises InvalidRequest naming the first field out of range."""
+        _number("temperature", self.temperature, 0.0, 1e6)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.top_k < 0:
+            raise _invalid("top_k", self.top_k, "an integer of at least 0, where 0 keeps all")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise _invalid("seed", self.seed, "an integer in [0, 2^64)")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise _invalid("max_tokens", self.max_tokens, "at least 1")
+        if self.min_tokens < 0:
+            raise _invalid("min_tokens", self.min_tokens, "at least 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _invalid("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise _invalid("logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise _invalid("stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
+        for text in self.stop:
+            if not 0 < len(text.encode()) <= MAX_STOP_BYTES:
+                raise _invalid("stop", text, f"strings of 1 to {MAX_STOP_BYTES} bytes")
+        for token, bias in self.logit_bias.items():
+            _token("logit_bias", token, vocab_size)
+            _number("logit_bias", bias, -100.0, 100.0)
+        for token in self.stop_token_ids:
+            _token("stop_token_ids", token, vocab_size)
+
+
+def check_token_ids(ids: tuple[int, ...], vocab_size: int, name: str = "prompt") -> None:
+    """Raises InvalidRequest for an empty prompt or the first id outside the vocabulary."""
+    if not ids:
+        raise InvalidRequest(
+            "the prompt has no tokens", reason="EMPTY_PROMPT", field=name, remedy="send at least one token"
+        )
+    for position, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"id {token} at position {position} is outside the vocabulary",
+                reason="TOKEN_OUT_OF_RANGE",
+                field=name,
+                remedy=f"use ids from 0 to {vocab_size - 1}",
+            )
+
+
+def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    inside = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
+    if not inside:
+        bracket = "(" if open_low else "["
+        raise _invalid(name, value, f"a number in {bracket}{low:g}, {high:g}]")
+
+
+def _token(name: str, token: int, vocab_size: int | None) -> None:
+    if token < 0 or (vocab_size is not None and token >= vocab_size):
+        limit = "the vocabulary" if vocab_size is None else f"0 to {vocab_size - 1}"
+        raise _invalid(name, token, f"token ids inside {limit}")
+
+
+def _invalid(name: str, value: object, expected: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{value!r} is not allowed", reason=f"INVALID_{name.upper()}", field=name, remedy=f"use {expected}"
+    )

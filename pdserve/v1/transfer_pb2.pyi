@@ -1,0 +1,103 @@
+from pdserve.v1 import common_pb2 as _common_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PushRequest(_message.Message):
+    __slots__ = ("open", "frame", "logits", "commit")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    open: PushOpen
+    frame: Frame
+    logits: Logits
+    commit: Commit
+    def __init__(self, open: _Optional[_Union[PushOpen, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
+
+class PushOpen(_message.Message):
+    __slots__ = ("handoff_id", "attempt", "incarnation", "proof", "identity", "contract", "kv_dtype", "logits_only", "integrity")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: bytes
+    attempt: int
+    incarnation: bytes
+    proof: bytes
+    identity: _common_pb2.HandoffIdentity
+    contract: _common_pb2.WorkerContract
+    kv_dtype: str
+    logits_only: bool
+    integrity: str
+    def __init__(self, handoff_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., identity: _Optional[_Union[_common_pb2.HandoffIdentity, _Mapping]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., kv_dtype: _Optional[str] = ..., logits_only: _Optional[bool] = ..., integrity: _Optional[str] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("header", "payload", "digest")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    header: bytes
+    payload: bytes
+    digest: bytes
+    def __init__(self, header: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class Logits(_message.Message):
+    __slots__ = ("dtype", "data", "position", "digest")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    data: bytes
+    position: int
+    digest: bytes
+    def __init__(self, dtype: _Optional[str] = ..., data: _Optional[bytes] = ..., position: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("frames", "payload_bytes", "start", "end", "digest")
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    payload_bytes: int
+    start: int
+    end: int
+    digest: bytes
+    def __init__(self, frames: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ("grant", "ack")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    grant: Grant
+    ack: Ack
+    def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("start", "end", "max_payload_bytes")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    MAX_PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    max_payload_bytes: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., max_payload_bytes: _Optional[int] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("frames", "payload_bytes")
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    payload_bytes: int
+    def __init__(self, frames: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
