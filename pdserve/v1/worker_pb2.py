@@ -22,29 +22,28 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 from pdserve.v1 import gateway_pb2 as pdserve_dot_v1_dot_gateway__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\x1a\x18pdserve/v1/gateway.proto\"\x11\n\x0f\x44\x65scribeRequest\"%\n\x13GetTokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"0\n\x0b\x42undlePiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x11\n\x0f\x41\x63\x63ountsRequest\"N\n\x07Holding\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05pages\x18\x03 \x01(\r\x12\x17\n\x0f\x64\x65\x61\x64line_left_s\x18\x04 \x01(\x01\"\xab\x01\n\x10\x41\x63\x63ountsResponse\x12\x13\n\x0bpages_total\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x12\n\npages_held\x18\x03 \x01(\r\x12\x14\n\x0cpages_cached\x18\x04 \x01(\r\x12%\n\x08holdings\x18\x05 \x03(\x0b\x32\x13.pdserve.v1.Holding\x12\x0e\n\x06intact\x18\x06 \x01(\x08\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t2\xde\x01\n\x06Worker\x12\x41\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x18.pdserve.v1.WorkerStatus\x12J\n\x0cGetTokenizer\x12\x1f.pdserve.v1.GetTokenizerRequest\x1a\x17.pdserve.v1.BundlePiece0\x01\x12\x45\n\x08\x41\x63\x63ounts\x12\x1b.pdserve.v1.AccountsRequest\x1a\x1c.pdserve.v1.AccountsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x18pdserve/v1/gateway.proto\"\x11\n\x0f\x44\x65scribeRequest\"%\n\x13GetTokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"0\n\x0b\x42undlePiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x11\n\x0f\x41\x63\x63ountsRequest\"N\n\x07Holding\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05pages\x18\x03 \x01(\r\x12\x17\n\x0f\x64\x65\x61\x64line_left_s\x18\x04 \x01(\x01\"\xab\x01\n\x10\x41\x63\x63ountsResponse\x12\x13\n\x0bpages_total\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x12\n\npages_held\x18\x03 \x01(\r\x12\x14\n\x0cpages_cached\x18\x04 \x01(\r\x12%\n\x08holdings\x18\x05 \x03(\x0b\x32\x13.pdserve.v1.Holding\x12\x0e\n\x06intact\x18\x06 \x01(\x08\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t2\xde\x01\n\x06Worker\x12\x41\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x18.pdserve.v1.WorkerStatus\x12J\n\x0cGetTokenizer\x12\x1f.pdserve.v1.GetTokenizerRequest\x1a\x17.pdserve.v1.BundlePiece0\x01\x12\x45\n\x08\x41\x63\x63ounts\x12\x1b.pdserve.v1.AccountsRequest\x1a\x1c.pdserve.v1.AccountsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DESCRIBEREQUEST']._serialized_start=90
-  _globals['_DESCRIBEREQUEST']._serialized_end=107
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=109
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=146
-  _globals['_BUNDLEPIECE']._serialized_start=148
-  _globals['_BUNDLEPIECE']._serialized_end=196
-  _globals['_ACCOUNTSREQUEST']._serialized_start=198
-  _globals['_ACCOUNTSREQUEST']._serialized_end=215
-  _globals['_HOLDING']._serialized_start=217
-  _globals['_HOLDING']._serialized_end=295
-  _globals['_ACCOUNTSRESPONSE']._serialized_start=298
-  _globals['_ACCOUNTSRESPONSE']._serialized_end=469
-  _globals['_WORKER']._serialized_start=472
-  _globals['_WORKER']._serialized_end=694
+  _globals['_DESCRIBEREQUEST']._serialized_start=65
+  _globals['_DESCRIBEREQUEST']._serialized_end=82
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=84
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=121
+  _globals['_BUNDLEPIECE']._serialized_start=123
+  _globals['_BUNDLEPIECE']._serialized_end=171
+  _globals['_ACCOUNTSREQUEST']._serialized_start=173
+  _globals['_ACCOUNTSREQUEST']._serialized_end=190
+  _globals['_HOLDING']._serialized_start=192
+  _globals['_HOLDING']._serialized_end=270
+  _globals['_ACCOUNTSRESPONSE']._serialized_start=273
+  _globals['_ACCOUNTSRESPONSE']._serialized_end=444
+  _globals['_WORKER']._serialized_start=447
+  _globals['_WORKER']._serialized_end=669
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,3 @@
-from pdserve.v1 import common_pb2 as _common_pb2
 from pdserve.v1 import gateway_pb2 as _gateway_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

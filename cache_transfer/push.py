@@ -1,0 +1,206 @@
+"""PushRequest and PushResponse: bytes <-> messages.
+
+Frames carry nearly all bytes, so they are encoded by hand: one join on the way out, and
+views of the received message on the way in. The bytes are plain protobuf; the generated
+classes read and write the same. All other messages go through the generated classes.
+
+Strict where hand-made: a frame has its three fields, in order, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from cache_transfer.digests import DIGEST_BYTES
+from cache_transfer.messages import (
+    Ack,
+    Commit,
+    Frame,
+    Grant,
+    Logits,
+    Outgoing,
+    PackedFrame,
+    PushOpening,
+    Request,
+    Response,
+)
+from cache_transfer.wire import (
+    contract_from_proto,
+    contract_to_proto,
+    identity_from_proto,
+    identity_to_proto,
+)
+from pdserve.errors import InvalidRequest
+from pdserve.v1 import transfer_pb2 as pb
+
+# A protobuf tag is (field number << 3) | wire type; all fields here are length-delimited (2).
+_FRAME_TAG = 2 << 3 | 2
+_FIELD_TAGS = (1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)  # Frame.header, payload, digest
+_ONEOF = {1 << 3 | 2: "open", 3 << 3 | 2: "logits", 4 << 3 | 2: "commit"}
+_MAX_VARINT_BYTES = 5
+
+
+def encode_frame(header: bytes, pieces: Sequence[memoryview], digest: bytes) -> bytes:
+    """The bytes of PushRequest{frame}. Copies every piece once."""
+    payload_bytes = sum(piece.nbytes for piece in pieces)
+    before = b"\x0a" + _varint(len(header)) + header + b"\x12" + _varint(payload_bytes)
+    after = b"\x1a" + _varint(len(digest)) + digest
+    length = len(before) + payload_bytes + len(after)
+    return b"".join((b"\x12" + _varint(length) + before, *pieces, after))
+
+
+def decode_frame(data: bytes) -> Frame:
+    """The inverse, without copying: header and payload are views of `data`.
+
+    Raises InvalidRequest (MALFORMED_MESSAGE).
+    """
+    view = memoryview(data)
+    length, at = _length(view, 0, _FRAME_TAG)
+    if at + length != len(view):
+        raise _malformed(f"a frame of {length} bytes in a message of {len(view)}")
+    parts = []
+    for tag in _FIELD_TAGS:
+        size, at = _length(view, at, tag)
+        parts.append(view[at : at + size])
+        at += size
+    if at != len(view):
+        raise _malformed("a frame with more than its three fields")
+    header, payload, digest = parts
+    return Frame(header, payload, _digest("frame", bytes(digest)))
+
+
+def encode_request(message: Outgoing) -> bytes:
+    match message:
+        case PackedFrame(data=bytes() as data):
+            return data
+        case PushOpening():
+            return pb.PushRequest(open=_opening_to_proto(message)).SerializeToString()
+        case Logits():
+            logits = pb.Logits(dtype=message.dtype, data=message.data, position=message.position, digest=message.digest)
+            return pb.PushRequest(logits=logits).SerializeToString()
+        case Commit():
+            commit = pb.Commit(
+                frames=message.frames,
+                payload_bytes=message.payload_bytes,
+                start=message.start,
+                end=message.end,
+                digest=message.digest,
+            )
+            return pb.PushRequest(commit=commit).SerializeToString()
+        case _:
+            raise TypeError(f"{type(message).__name__} was packed for another transport")
+
+
+def decode_request(data: bytes) -> Request:
+    """Raises InvalidRequest: MALFORMED_MESSAGE, MALFORMED_CONTRACT, MALFORMED_IDENTITY."""
+    if data[:1] == bytes([_FRAME_TAG]):
+        return decode_frame(data)
+    name = _ONEOF.get(data[0]) if data else None
+    if name is None:
+        raise _malformed("neither open, frame, logits nor commit")
+    try:
+        request = pb.PushRequest.FromString(data)
+    except DecodeError:
+        raise _malformed(f"{name} is not protobuf") from None
+    if request.WhichOneof("message") != name:
+        raise _malformed(f"{name} and another message in one")
+    if request.HasField("open"):
+        return _opening_from_proto(request.open)
+    if request.HasField("logits"):
+        logits = request.logits
+        return Logits(logits.dtype, logits.data, logits.position, _digest("logits", logits.digest))
+    commit = request.commit
+    return Commit(commit.frames, commit.payload_bytes, commit.start, commit.end, _digest("commit", commit.digest))
+
+
+def encode_response(message: Response) -> bytes:
+    if isinstance(message, Grant):
+        grant = pb.Grant(start=message.start, end=message.end, max_payload_bytes=message.max_payload_bytes)
+        return pb.PushResponse(grant=grant).SerializeToString()
+    ack = pb.Ack(frames=message.frames, payload_bytes=message.payload_bytes)
+    return pb.PushResponse(ack=ack).SerializeToString()
+
+
+def decode_response(data: bytes) -> Response:
+    """Raises InvalidRequest (MALFORMED_MESSAGE)."""
+    try:
+        response = pb.PushResponse.FromString(data)
+    except DecodeError:
+        raise _malformed("the answer is not protobuf") from None
+    if response.HasField("grant"):
+        return Grant(response.grant.start, response.grant.end, response.grant.max_payload_bytes)
+    if response.HasField("ack"):
+        return Ack(response.ack.frames, response.ack.payload_bytes)
+    raise _malformed("the answer is neither grant nor ack")
+
+
+def _opening_to_proto(opening: PushOpening) -> pb.PushOpen:
+    return pb.PushOpen(
+        handoff_id=opening.handoff_id,
+        attempt=opening.attempt,
+        incarnation=opening.incarnation,
+        proof=opening.proof,
+        identity=identity_to_proto(opening.identity),
+        contract=contract_to_proto(opening.contract),
+        kv_dtype=opening.kv_dtype,
+        logits_only=opening.logits_only,
+        integrity=opening.integrity,
+    )
+
+
+def _opening_from_proto(proto: pb.PushOpen) -> PushOpening:
+    for name in ("identity", "contract"):
+        if not proto.HasField(name):
+            raise _malformed(f"open without {name}")
+    return PushOpening(
+        handoff_id=proto.handoff_id,
+        attempt=proto.attempt,
+        incarnation=proto.incarnation,
+        proof=_digest("open", proto.proof),
+        identity=identity_from_proto(proto.identity),
+        contract=contract_from_proto(proto.contract),
+        kv_dtype=proto.kv_dtype,
+        logits_only=proto.logits_only,
+        integrity=proto.integrity,
+    )
+
+
+def _digest(name: str, value: bytes) -> bytes:
+    if len(value) != DIGEST_BYTES:
+        raise _malformed(f"the digest of {name} has {len(value)} bytes, not {DIGEST_BYTES}")
+    return value
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _length(view: memoryview, at: int, tag: int) -> tuple[int, int]:
+    """Reads the expected tag and a length at `at`; returns the length and where the body starts."""
+    if at >= len(view) or view[at] != tag:
+        raise _malformed(f"field tag {tag} is due at byte {at}")
+    length = shift = 0
+    for position in range(at + 1, min(at + 1 + _MAX_VARINT_BYTES, len(view))):
+        byte = view[position]
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            if position + 1 + length > len(view):
+                raise _malformed(f"a field of {length} bytes does not fit")
+            return length, position + 1
+    raise _malformed(f"no length at byte {at + 1}")
+
+
+def _malformed(problem: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"not a message of this protocol: {problem}",
+        reason="MALFORMED_MESSAGE",
+        remedy="send what docs/protocol.md describes",
+    )

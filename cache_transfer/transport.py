@@ -1,0 +1,100 @@
+"""How a sender reaches a receiver: the boundary, and its gRPC implementation.
+
+`memory.py` is the other implementation. Both are run through the same tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc
+
+from cache_transfer.messages import Outgoing, PackedFrame, Response
+from cache_transfer.push import decode_response, encode_frame, encode_request
+from pdserve.errors import DataLoss, PdserveError
+from pdserve.rpc.status import from_rpc_error
+
+PUSH_METHOD = "/pdserve.v1.Transfer/Push"
+
+
+class PushStream(Protocol):
+    """One handoff's stream, as its sender sees it.
+
+    Order: send* and receive* (at the same time, from one task each), then `close`. Both raise
+    the receiver's typed error once the receiver has refused or failed.
+    """
+
+    async def send(self, message: Outgoing) -> None:
+        """Returns when the transport has taken the message; this is the backpressure."""
+        ...
+
+    async def receive(self) -> Response | None:
+        """The receiver's next answer; None when it has ended the stream without an error."""
+        ...
+
+    async def finish_sending(self) -> None: ...
+
+    async def close(self) -> None:
+        """Cancels what still runs. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    def pack(self, header: bytes, pieces: Sequence[memoryview], digest: bytes) -> PackedFrame:
+        """A frame in the form that `send` takes. Copies the pieces; called from worker threads."""
+        ...
+
+    def open(self, deadline_s: float) -> PushStream:
+        """A new stream that lives for at most `deadline_s` seconds. Connects on first use."""
+        ...
+
+
+class GrpcTransport:
+    """Pushes over a channel of `pdserve.rpc.channel`. Belongs to that channel's event loop."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str = "") -> None:
+        """`address` is named in errors that the receiver did not write itself."""
+        # No serializers: bytes in, bytes out; push.py does both.
+        self._push: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(PUSH_METHOD)
+        self._address = address
+
+    def pack(self, header: bytes, pieces: Sequence[memoryview], digest: bytes) -> PackedFrame:
+        return PackedFrame(encode_frame(header, pieces, digest), sum(piece.nbytes for piece in pieces), digest)
+
+    def open(self, deadline_s: float) -> PushStream:
+        return _GrpcStream(self._push(timeout=deadline_s), self._address)
+
+
+class _GrpcStream:
+    def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes], address: str) -> None:
+        self._call = call
+        self._address = address
+
+    async def send(self, message: Outgoing) -> None:
+        try:
+            await self._call.write(encode_request(message))
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            raise await self._failure() from None
+
+    async def receive(self) -> Response | None:
+        try:
+            data = await self._call.read()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._address) from None
+        return decode_response(data) if isinstance(data, bytes) else None
+
+    async def finish_sending(self) -> None:
+        await self._call.done_writing()
+
+    async def close(self) -> None:
+        self._call.cancel()
+
+    async def _failure(self) -> PdserveError:
+        """Why a write failed: the call is over, and its status says."""
+        try:
+            await self._call.wait_for_connection()
+        except grpc.RpcError as error:
+            return from_rpc_error(error, self._address)
+        return DataLoss("the receiver ended the stream before its acknowledgement", reason="STREAM_ENDED")

@@ -1,0 +1,1 @@
+"""A decode worker: takes verified caches, samples every token, streams text."""

@@ -1,0 +1,156 @@
+"""Everything that is checked before a request may wait: no page, no ticket and no token before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache_transfer.contract import HandoffIdentity, WorkerContract, check_compatible, encode, prompt_digest
+from decode_worker.generation import check_endings
+from pdserve.errors import FieldDifference, InvalidRequest, NotFound
+from pdserve.request import SamplingParams, check_token_ids
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """`Decode/Generate`'s opening as the worker reads it."""
+
+    request_id: str
+    model: str  # empty: whatever this worker serves
+    tenant: str
+    adapter: bytes | None
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]  # sampled elsewhere: replayed
+    forwarded_tokens: int  # of them, those the client already has: not sent again
+    sampling: SamplingParams
+    prefill_contract: WorkerContract
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What prefill computes: the prompt, then the output so far."""
+        return self.prompt_ids + self.output_ids
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one worker can take."""
+
+    model: str  # served name
+    contract: WorkerContract
+    context_limit: int  # tokens, prompt and output together
+    pages: int
+    page_size: int  # tokens
+    eos_ids: tuple[int, ...]
+    has_text: bool  # there is a tokenizer
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What was found out about a request that may wait."""
+
+    limit: int  # output tokens, those of `output_ids` included
+    cache_tokens: int  # largest cache it will need; 0: logits only
+    conversions: tuple[FieldDifference, ...]
+
+
+def check_request(request: DecodeRequest, limits: Limits) -> Admission:
+    """Refuses what this worker can never serve.
+
+    Raises:
+        NotFound: another model (UNKNOWN_MODEL), or an adapter (UNKNOWN_ADAPTER).
+        Incompatible: prefill's contract differs; names the field.
+        InvalidRequest: EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, PROMPT_TOO_LONG, POOL_TOO_SMALL, INVALID_<sampling field>,
+            NO_TOKENIZER, INVALID_OUTPUT_IDS.
+    """
+    if request.model and request.model != limits.model:
+        raise NotFound(
+            f"this worker serves {limits.model!r}, not {request.model!r}",
+            reason="UNKNOWN_MODEL",
+            field="model",
+            remedy="ask a worker whose record names the model",
+        )
+    if request.adapter is not None:
+        raise NotFound(
+            f"this worker has no adapter {request.adapter.hex()[:16]}",
+            reason="UNKNOWN_ADAPTER",
+            field="adapter_digest",
+            remedy="ask for the base model",
+        )
+    conversions = check_compatible(request.prefill_contract, limits.contract)
+    vocab = limits.contract.vocab_size
+    check_token_ids(request.prompt_ids, vocab, "prompt_ids")
+    request.sampling.check(vocab)
+    check_endings(request.sampling, limits.eos_ids, vocab, limits.has_text)
+    limit = output_limit(len(request.prompt_ids), request.sampling, limits)
+    _check_output(request, limit, vocab)
+    alone = limit - len(request.output_ids) <= 1  # the one token left needs logits only
+    return Admission(limit, 0 if alone else len(request.prompt_ids) + limit - 1, conversions)
+
+
+def output_limit(prompt: int, sampling: SamplingParams, limits: Limits) -> int:
+    """Output tokens this request may have: `max_tokens`, or what context and pool leave.
+
+    The last token of an output is never cached, so the pool must hold prompt + output - 1 tokens.
+    """
+    context = limits.context_limit - prompt
+    pool = limits.pages * limits.page_size - prompt + 1
+    wanted = sampling.max_tokens
+    if context < (wanted or 1):
+        raise InvalidRequest(
+            f"{prompt} prompt tokens and {wanted or 1} of output are more than the context of {limits.context_limit}",
+            reason="PROMPT_TOO_LONG",
+            field="prompt_ids" if context < 1 else "max_tokens",
+            remedy=f"keep both together within {limits.context_limit} tokens",
+        )
+    if pool < (wanted or 1) and wanted != 1:
+        raise InvalidRequest(
+            f"{prompt} prompt tokens and {wanted or 1} of output are more than the page pool holds",
+            reason="POOL_TOO_SMALL",
+            field="prompt_ids" if pool < 1 else "max_tokens",
+            remedy=f"keep both together within {limits.pages * limits.page_size} tokens, or give the worker more pages",
+        )
+    limit = wanted or min(context, pool)
+    if sampling.min_tokens > limit:
+        raise InvalidRequest(
+            f"{sampling.min_tokens} tokens are asked for, and there is room for {limit}",
+            reason="INVALID_MIN_TOKENS",
+            field="min_tokens",
+            remedy=f"use at most {limit}",
+        )
+    return limit
+
+
+def expected_identity(request: DecodeRequest, contract: WorkerContract, held_tokens: int) -> HandoffIdentity:
+    """Which cache must arrive: all of the prompt and the output so far, from `held_tokens` on."""
+    return HandoffIdentity(
+        contract_digest=contract.digest(),
+        adapter_digest=request.adapter,
+        tenant=request.tenant,
+        prompt_digest=prompt_digest(request.ids),
+        start=held_tokens,
+        end=len(request.ids),
+    )
+
+
+def cache_identity(contract: WorkerContract, adapter: bytes | None, tenant: str) -> bytes:
+    """Under which name full pages may be found again. Spelled out, not hashed: the index compares all of it."""
+    return encode(("cache", contract.digest(), adapter, tenant))
+
+
+def _check_output(request: DecodeRequest, limit: int, vocab: int) -> None:
+    if request.output_ids:
+        check_token_ids(request.output_ids, vocab, "output_ids")
+    done = len(request.output_ids)
+    if done > limit:
+        raise _bad_output("output_ids", f"{done} tokens are more than the {limit} asked for")
+    if request.forwarded_tokens > done:
+        raise _bad_output("forwarded_tokens", f"{request.forwarded_tokens} tokens of {done} cannot have been sent")
+    if request.sampling.logprobs is not None and request.forwarded_tokens < done:
+        # Their logits are gone, and a token without the figures asked for would be a silent loss.
+        raise _bad_output("forwarded_tokens", "output with logprobs can only be replayed as far as it was sent")
+
+
+def _bad_output(name: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(problem, reason="INVALID_OUTPUT_IDS", field=name, remedy="send what the last worker streamed")

@@ -1,0 +1,167 @@
+"""The receiving side of handoffs: who may write which pages, from the ticket to the verified cache.
+
+The transfer's Receiver calls `grant`, then exactly one of `verified` and `aborted`. Pages
+belong to a sequence, an attempt only borrows them; they go back when its writers have drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from cache_transfer.contract import Endpoint, Ticket, WorkerContract
+from cache_transfer.pages import PageSink, Range
+from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
+from cache_transfer.tickets import Claim, TicketBook
+from decode_worker.admission import expected_identity
+from decode_worker.scheduler import Scheduler
+from decode_worker.sequence import HANDOFF, FirstLogits, Sequence, State
+from decode_worker.settings import DecodeSettings
+from pdserve.engine.cache import PagedCache, SequenceSink
+from pdserve.errors import Fenced, PdserveError
+
+log = logging.getLogger(__name__)
+
+
+class Handoffs:
+    """Implements `cache_transfer.receiver.ReceiverHost`. Event loop only.
+
+    Args:
+        changed: called when a sequence may compute.
+    """
+
+    def __init__(
+        self,
+        incarnation: bytes,
+        contract: WorkerContract,
+        scheduler: Scheduler,
+        cache: PagedCache,
+        settings: DecodeSettings,
+        changed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        # Tickets name the Transfer listeners, which are known only once the server is bound.
+        self.endpoints: tuple[Endpoint, ...] = ()
+        self.book = TicketBook(incarnation, settings.ticket_ttl_s, (), clock)
+        limits = ReceiverSettings(
+            idle_timeout_s=settings.receive_s, handoff_timeout_s=settings.ticket_ttl_s + settings.receive_s
+        )
+        self.receiver = Receiver(self.book, contract, self, limits)
+        self._contract = contract
+        self._scheduler = scheduler
+        self._cache = cache
+        self._settings = settings
+        self._changed = changed
+        self._clock = clock
+        self._sequences: dict[bytes, Sequence] = {}
+
+    # -- towards the caller --------------------------------------------------------------------
+
+    def open(self, sequence: Sequence) -> Ticket:
+        """The first ticket of a sequence that waits."""
+        sequence.identity = expected_identity(sequence.request, self._contract, sequence.cached)
+        ticket = self.book.issue(sequence.key, sequence.identity, sequence.cached, sequence.logits_only)
+        sequence.handoff_id = ticket.handoff_id
+        self._sequences[ticket.handoff_id] = sequence
+        return self._issued(sequence, ticket)
+
+    async def retry(self, sequence: Sequence) -> Ticket | None:
+        """Revokes the attempt, waits for its writers, and gives the next ticket; None: the cache is complete."""
+        if sequence.state not in HANDOFF:
+            return None
+        ticket = self.book.reissue(sequence.handoff_id)
+        await self.receiver.revoke(sequence.handoff_id)
+        return self._issued(sequence, ticket)
+
+    async def close(self, sequence: Sequence) -> None:
+        """Ends the handoff; nothing writes to its pages once this has returned. Idempotent."""
+        self.forget(sequence)
+        await self.receiver.revoke(sequence.handoff_id)
+
+    def forget(self, sequence: Sequence) -> None:
+        """No attempt of this sequence may begin any more."""
+        self.book.close(sequence.handoff_id)
+        self._sequences.pop(sequence.handoff_id, None)
+
+    def _issued(self, sequence: Sequence, ticket: Ticket) -> Ticket:
+        sequence.deadline = self._clock() + self._settings.ticket_ttl_s
+        return replace(ticket, endpoints=self.endpoints)
+
+    # -- towards the receiver --------------------------------------------------------------------
+
+    async def grant(self, claim: Claim) -> PageSink:
+        """Waits for pages, in order; the receiver cancels the wait when the ticket expires. Raises Fenced if revoked."""
+        sequence = self._sequence(claim)
+        if claim.logits_only:
+            return NoPages()
+        loop = asyncio.get_running_loop()
+        granted: asyncio.Future[None] = loop.create_future()
+        request = self._scheduler.request_grant(sequence, lambda: granted.done() or granted.set_result(None))
+        handed_out = False
+        try:
+            await granted
+            sink = SequenceSink(self._cache, sequence.pages, claim.start, claim.end)
+            handed_out = True
+        finally:
+            self._scheduler.withdraw(request)
+            if not handed_out and sequence.pages:  # pages and the end of the wait met
+                self._scheduler.ungrant(sequence)
+        sequence.deadline = self._clock() + self._settings.receive_s
+        return FirstWrite(sink, lambda: loop.call_soon_threadsafe(_receiving, sequence))
+
+    def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:
+        """Every byte is right: the sequence may compute. Raises Fenced if it was ended meanwhile."""
+        sequence = self._sequence(claim)
+        sequence.first = FirstLogits(logits.dtype, bytes(logits.data))
+        self._scheduler.join(sequence)
+        self._changed()
+
+    def aborted(self, claim: Claim, error: PdserveError) -> None:
+        """The attempt is over and its writers have drained: its pages go back, a retry may follow."""
+        sequence = self._sequences.get(claim.handoff_id)
+        if sequence is None or sequence.state not in HANDOFF:
+            return
+        log.warning("%s: attempt %d failed: %s", sequence.key, claim.attempt, error)
+        sequence.attempt_error = error
+        sequence.deadline = self._clock() + self._settings.ticket_ttl_s
+        self._scheduler.ungrant(sequence)
+
+    def _sequence(self, claim: Claim) -> Sequence:
+        sequence = self._sequences.get(claim.handoff_id)
+        if sequence is None or sequence.ending is not None or not self.book.is_current(*_attempt(claim)):
+            raise Fenced("the request of this handoff is over", reason="ATTEMPT_STALE")
+        return sequence
+
+
+class NoPages:
+    """The sink of a handoff that brings logits only."""
+
+    def write(self, plane: str, layer: int, heads: Range, tokens: Range, payload: memoryview) -> None:
+        raise Fenced("no cache was granted", reason="NO_PAGES_GRANTED")
+
+
+class FirstWrite:
+    """A sink that tells of its first write. Worker threads may race for it: telling twice does no harm."""
+
+    def __init__(self, sink: PageSink, tell: Callable[[], object]) -> None:
+        self._sink = sink
+        self._tell = tell
+        self._told = False
+
+    def write(self, plane: str, layer: int, heads: Range, tokens: Range, payload: memoryview) -> None:
+        if not self._told:
+            self._told = True
+            self._tell()
+        self._sink.write(plane, layer, heads, tokens, payload)
+
+
+def _receiving(sequence: Sequence) -> None:
+    if sequence.state is State.GRANTED:
+        sequence.move(State.RECEIVING)
+
+
+def _attempt(claim: Claim) -> tuple[bytes, int]:
+    return claim.handoff_id, claim.attempt

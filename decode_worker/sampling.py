@@ -1,0 +1,276 @@
+"""How an output token is chosen from raw logits: the only sampler of the system.
+
+Token 0 (whose logits came with the handoff) and token 100 take the same path. All arithmetic
+is float64 on the host. Filters apply in this order: bias, penalties, temperature, min-p,
+top-k, top-p; ids that may not appear yet (`min_tokens`) are removed before the first filter.
+
+Randomness is counter based: the noise of one token id is a hash of (seed, choice, output
+index, id), so a draw depends on nothing else - not on the batch, the worker or what was
+drawn before. A token is drawn as argmax(score + Gumbel noise), ties to the lowest id; with
+temperature 0 the noise is left out. So greedy and sampled runs share one margin rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.errors import Internal, PdserveError
+from pdserve.request import SamplingParams
+from pdserve.rpc.events import PositionLogprobs, TokenLogprob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # the increment and the two factors of SplitMix64 (Steele et al. 2014)
+_FACTOR_1 = 0xBF58476D1CE4E5B9
+_FACTOR_2 = 0x94D049BB133111EB
+_TOP_P_FIRST = 256  # candidates sorted first by top-p; grows until they hold enough mass
+
+
+@dataclass(frozen=True)
+class Choice:
+    token: int
+    logprobs: PositionLogprobs | None = None  # when asked for
+
+
+class Sampler:
+    """Chooses the tokens of one output, in order.
+
+    `choose` only reads, so the engine thread may call it while the event loop owns the
+    object; `record` mutates and belongs to the loop, between two steps.
+
+    Args:
+        params: checked options; a seed of None counts as 0 (the router always sets one).
+        prompt: token ids that the repetition penalty covers besides the output.
+        ends: ids that end the output, and so are not drawn before `min_tokens`.
+        choice: index of this output among several of one request.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], ends: frozenset[int] = frozenset(), choice: int = 0
+    ) -> None:
+        self.params = params
+        self.index = 0  # of the next token
+        self._choice = choice
+        self._ends = np.fromiter(sorted(ends), np.int64)
+        self._bias = np.fromiter(params.logit_bias, np.int64), np.fromiter(params.logit_bias.values(), np.float64)
+        self._seen = set(prompt) if params.repetition_penalty != 1.0 else set()
+        self._counts: dict[int, int] = {}
+
+    @property
+    def plain(self) -> bool:
+        """The next choice is the argmax of the raw logits and nothing else is asked for."""
+        p = self.params
+        shaped = p.logit_bias or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
+        return p.temperature == 0 and not shaped and p.logprobs is None and not self._ends_banned
+
+    def choose(self, logits: Floats) -> Choice:
+        """The next token from raw logits [vocab]; raises Internal when they hold NaN or no finite score."""
+        check_logits(logits)
+        scores = self.shaped(logits)
+        p = self.params
+        if p.temperature == 0:
+            token = int(np.argmax(scores))
+        else:
+            ids, scaled = filtered(scores, p)
+            token = draw(ids, scaled, noise_key(p.seed or 0, self._choice, self.index))
+        return Choice(token, None if p.logprobs is None else raw_logprobs(logits, token, p.logprobs))
+
+    def record(self, token: int) -> None:
+        """Notes that `token` is the output's next one. Mutates the penalties' counts and the index."""
+        self.index += 1
+        self._counts[token] = self._counts.get(token, 0) + 1
+        if self.params.repetition_penalty != 1.0:
+            self._seen.add(token)
+
+    def shaped(self, logits: Floats) -> Floats:
+        """A copy of [vocab] logits with banned ids at -inf, then bias, then penalties."""
+        p = self.params
+        scores = logits.astype(np.float64, copy=True)
+        if self._ends_banned:
+            scores[self._ends] = -math.inf
+        ids, bias = self._bias
+        scores[ids] += bias
+        if p.repetition_penalty != 1.0:
+            seen = np.fromiter(self._seen, np.int64)
+            scores[seen] = _repelled(scores[seen], p.repetition_penalty)
+        if self._counts and (p.presence_penalty or p.frequency_penalty):
+            used = np.fromiter(self._counts, np.int64)
+            times = np.fromiter(self._counts.values(), np.float64)
+            scores[used] -= p.presence_penalty + p.frequency_penalty * times
+        if np.isneginf(scores).all():
+            raise Internal("no token is left to sample", reason="NOTHING_TO_SAMPLE")
+        return scores
+
+    @property
+    def _ends_banned(self) -> bool:
+        return self.index < self.params.min_tokens and self._ends.size > 0
+
+
+def sample(rows: Sequence[tuple[Sampler, Tensor]]) -> list[Choice | PdserveError]:
+    """Chooses one token per row; a row that cannot be sampled gives its error, and only that row.
+
+    `rows` pairs a sampler with raw logits [vocab] (any float dtype and device). Plain rows
+    of a batch take one argmax together. Nothing is mutated.
+    """
+    outcome: dict[int, Choice | PdserveError] = {}
+    plain = [n for n, (sampler, _) in enumerate(rows) if sampler.plain]
+    outcome.update(zip(plain, _greedy([rows[n][1] for n in plain]), strict=True))
+    for n, (sampler, logits) in enumerate(rows):
+        if n not in outcome:
+            try:
+                outcome[n] = sampler.choose(logits.detach().double().cpu().numpy())
+            except PdserveError as error:
+                outcome[n] = error
+    return [outcome[n] for n in range(len(rows))]
+
+
+def filtered(scores: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
+    """What temperature, min-p, top-k and top-p leave of [vocab] scores.
+
+    Returns ids in rising order, and their scores over the temperature, relative to the best.
+    At least the best id stays. Equal scores at a border: the lowest ids stay.
+    """
+    ids: Ids = np.flatnonzero(scores > -math.inf)
+    # Differences are divided, so that the best score is exactly 0 at any temperature.
+    with np.errstate(over="ignore"):
+        scaled: Floats = (scores[ids] - scores.max()) / params.temperature
+    if params.min_p > 0:
+        keep = np.exp(scaled) >= params.min_p
+        ids, scaled = ids[keep], scaled[keep]
+    if 0 < params.top_k < ids.size:
+        best = np.sort(_best(scaled, params.top_k))
+        ids, scaled = ids[best], scaled[best]
+    if params.top_p < 1:
+        best = np.sort(_nucleus(scaled, params.top_p))
+        ids, scaled = ids[best], scaled[best]
+    return ids, scaled
+
+
+def draw(ids: Ids, scaled: Floats, key: int) -> int:
+    """The id of argmax(scaled + Gumbel noise); `ids` rise, so a tie goes to the lowest."""
+    bits = noise_bits(key, ids)
+    # The noise rises with its bits. Only ids which the largest noise of the row could lift
+    # above the best score's own sum can win; the others are spared two logarithms each.
+    floor = gumbel(bits[np.argmax(scaled)]) - gumbel(bits.max()) - 1e-6
+    close = np.flatnonzero(scaled >= floor)
+    return int(ids[close[np.argmax(scaled[close] + gumbel(bits[close]))]])
+
+
+def noise_key(seed: int, choice: int, index: int) -> int:
+    """64 bits that stand for one output position of one choice under one seed."""
+    key = _mix(seed)
+    for part in (choice, index):
+        key = _mix(key ^ _mix(part))
+    return key
+
+
+def noise_bits(key: int, ids: Ids) -> NDArray[np.uint64]:
+    """52 uniform bits per id: SplitMix64 of the key at counter id + 1."""
+    z = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FACTOR_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_FACTOR_2)
+    return (z ^ (z >> np.uint64(31))) >> np.uint64(12)
+
+
+def gumbel(bits: NDArray[np.uint64]) -> Floats:
+    """Standard Gumbel noise -log(-log u), with u in (0, 1) exclusive from 52 bits."""
+    u = (np.asarray(bits).astype(np.float64) + 0.5) * 2.0**-52
+    return np.asarray(-np.log(-np.log(u)), np.float64)
+
+
+def raw_logprobs(logits: Floats, token: int, top: int) -> PositionLogprobs:
+    """log_softmax of raw [vocab] logits at `token` and at the `top` best ids."""
+    x = logits.astype(np.float64)
+    best = x.max()
+    log_sum = best + math.log(float(np.exp(x - best).sum()))
+    rank = int((x > x[token]).sum() + (x[:token] == x[token]).sum())
+    chosen = TokenLogprob(token, float(x[token] - log_sum), rank)
+    ranked = _best(x, min(top, x.size)) if top else np.empty(0, np.int64)
+    return PositionLogprobs(chosen, tuple(TokenLogprob(int(i), float(x[i] - log_sum), n) for n, i in enumerate(ranked)))
+
+
+def check_logits(logits: Floats) -> None:
+    """Raises Internal for NaN, +inf, or a row of -inf only: a plausible token would be a lie."""
+    _check_best(float(logits.max()))
+
+
+def _check_best(best: float) -> None:
+    if not math.isfinite(best):  # the maximum is NaN as soon as one element is
+        raise Internal(
+            f"the model's best logit is {best}",
+            reason="LOGITS_NOT_FINITE",
+            remedy="check the checkpoint and its dtype",
+        )
+
+
+def _greedy(rows: Sequence[Tensor]) -> list[Choice | PdserveError]:
+    """Argmax of each [vocab] row, the first of equals; one reduction for the batch."""
+    if not rows:
+        return []
+    stacked = rows[0].new_empty((len(rows), rows[0].shape[-1]))
+    for n, row in enumerate(rows):
+        stacked[n] = row
+    best, ids = stacked.max(dim=-1)
+    outcome: list[Choice | PdserveError] = []
+    for value, token in zip(best.tolist(), ids.tolist(), strict=True):
+        try:
+            _check_best(value)
+            outcome.append(Choice(token))
+        except Internal as error:
+            outcome.append(error)
+    return outcome
+
+
+def _repelled(scores: Floats, penalty: float) -> Floats:
+    """Positive scores over the penalty, negative ones times it (Keskar et al. 2019); stays finite."""
+    with np.errstate(over="ignore"):
+        moved = np.where(scores > 0, scores / penalty, scores * penalty)
+    largest = np.finfo(np.float64).max / 4  # so that differences of two such scores stay finite too
+    return np.where(np.isneginf(scores), scores, np.clip(moved, -largest, largest))
+
+
+def _best(scores: Floats, count: int) -> Ids:
+    """Indices of the `count` largest scores, best first, equals by index. 0 < count <= size."""
+    border = np.partition(scores, scores.size - count)[scores.size - count]
+    above = np.flatnonzero(scores > border)
+    equal = np.flatnonzero(scores == border)[: count - above.size]
+    chosen = np.concatenate([above, equal])
+    return np.asarray(chosen[np.lexsort((chosen, -scores[chosen]))], np.int64)
+
+
+def _nucleus(scaled: Floats, top_p: float) -> Ids:
+    """Indices of the fewest best scores whose probabilities sum to at least `top_p`, best first.
+
+    A token stays when the ones above it hold less than `top_p` of the mass.
+    """
+    weights = np.exp(scaled)
+    wanted = top_p * float(weights.sum())
+    count = min(_TOP_P_FIRST, scaled.size)
+    while True:
+        best = _best(scaled, count)
+        above = np.cumsum(weights[best]) - weights[best]
+        # Enough when the sorted part alone reaches the mass, or is everything.
+        if count == scaled.size or above[-1] >= wanted:
+            stay = above < wanted
+            stay[0] = True
+            return best[stay]
+        count = min(count * 8, scaled.size)
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's output function on one 64-bit number."""
+    z = (value + _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * _FACTOR_1) & _MASK
+    z = ((z ^ (z >> 27)) * _FACTOR_2) & _MASK
+    return z ^ (z >> 31)

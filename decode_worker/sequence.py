@@ -1,0 +1,120 @@
+"""One request on the decode side, and the states it goes through.
+
+    submit()    pages granted    first frame   all verified    first token   last token
+      |  WAITING ------> GRANTED -----> RECEIVING ----> VERIFIED -----> DECODING -----> DONE
+      |    |  ^            |              |  |             |              |    ^
+      |    |  +------------+--------------+  |             |              v    |
+      |    |   attempt over: pages go back,  |             |           PREEMPTED   (reserved: pages for the
+      |    |   a retry gets a new ticket     |             |              whole output are taken at the grant)
+      |    v                                 v             v
+      |  EXPIRED  ticket, receipt or reader took too long
+      |  ABORTED  the caller closed the stream, or the worker drains          from every state
+      |  FAILED   engine or sampler fault
+      +> REFUSED  never waited: invalid, incompatible, queue full
+
+A request that wants one token goes from WAITING to VERIFIED with logits only and no page.
+
+Who holds its pages, by owner name in the BlockManager:
+    <key>        from the grant to the end of the attempt or of the sequence
+    <key>/pin    the prefix this worker already held, from admission to the end of the sequence
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cache_transfer.contract import HandoffIdentity
+from decode_worker.admission import DecodeRequest
+from decode_worker.generation import Generation
+from decode_worker.stream import EventStream
+from pdserve.errors import Internal, PdserveError
+
+
+class State(StrEnum):
+    WAITING = "waiting"
+    GRANTED = "granted"
+    RECEIVING = "receiving"
+    VERIFIED = "verified"
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+    DONE = "done"
+    REFUSED = "refused"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+EXITS = frozenset({State.DONE, State.REFUSED, State.EXPIRED, State.ABORTED, State.FAILED})
+HANDOFF = frozenset({State.WAITING, State.GRANTED, State.RECEIVING})  # the cache is not complete yet
+RUNNING = frozenset({State.VERIFIED, State.DECODING, State.PREEMPTED})
+
+_FAULTS = frozenset({State.EXPIRED, State.ABORTED, State.FAILED})
+_NEXT = {
+    State.WAITING: frozenset({State.GRANTED, State.VERIFIED, State.REFUSED, State.DONE}) | _FAULTS,
+    State.GRANTED: frozenset({State.WAITING, State.RECEIVING, State.VERIFIED}) | _FAULTS,
+    State.RECEIVING: frozenset({State.WAITING, State.VERIFIED}) | _FAULTS,
+    State.VERIFIED: frozenset({State.DECODING, State.DONE}) | _FAULTS,
+    State.DECODING: frozenset({State.PREEMPTED, State.DONE}) | _FAULTS,
+    State.PREEMPTED: frozenset({State.DECODING}) | _FAULTS,
+}
+
+
+@dataclass(frozen=True)
+class FirstLogits:
+    """Raw scores of the next token, as they came with the handoff."""
+
+    dtype: str  # fp32 | float64
+    data: bytes  # [vocab], little endian
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Event loop only. The scheduler owns pages and `cached`, the worker the handoff's fields."""
+
+    key: str  # unique in this worker
+    request: DecodeRequest
+    generation: Generation
+    stream: EventStream
+    cache_identity: bytes  # under which its full pages may be shared
+    cache_tokens: int  # largest cache it will need; 0: logits only
+    deadline: float = 0.0  # monotonic seconds, while its cache is on its way
+    state: State = State.WAITING
+    handoff_id: bytes = b""
+    identity: HandoffIdentity | None = None  # of the cache that must arrive
+    held: tuple[int, ...] = ()  # pinned pages of the prefix this worker already had
+    pages: tuple[int, ...] = ()  # block table: held, then granted ones
+    cached: int = 0  # tokens [0, cached) are in the pages
+    first: FirstLogits | None = None  # until the first token was sampled
+    stepping: bool = False  # part of the step that runs now
+    ending: tuple[State, PdserveError] | None = None  # told to end; waits for step or writers
+    attempt_error: PdserveError | None = None  # why the last attempt failed, if it did
+
+    @property
+    def logits_only(self) -> bool:
+        return self.cache_tokens == 0
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What the handoff brings: the prompt, then the output of earlier workers."""
+        return self.request.ids
+
+    @property
+    def pin(self) -> str:
+        """Owner name of the pinned prefix."""
+        return f"{self.key}/pin"
+
+    def move(self, state: State) -> None:
+        """Raises Internal for a step that the drawing above does not have."""
+        if state not in _NEXT.get(self.state, frozenset()):
+            raise Internal(f"{self.key} cannot go from {self.state} to {state}", reason="SEQUENCE_STATE")
+        self.state = state
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a sequence left the worker, for logs and tests."""
+
+    key: str
+    state: State
+    error: PdserveError | None = field(default=None, compare=False)

@@ -1,0 +1,139 @@
+"""`Decode` over gRPC: protobuf in, the worker's own types inside, protobuf out. Nothing is decided here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from cache_transfer.contract import Ticket
+from cache_transfer.waiting import settle
+from cache_transfer.wire import (
+    contract_from_proto,
+    contract_to_proto,
+    difference_to_proto,
+    identity_to_proto,
+    ticket_to_proto,
+)
+from decode_worker.admission import Admission, DecodeRequest
+from decode_worker.sequence import Sequence, State
+from decode_worker.stream import Event
+from pdserve.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest, PdserveError
+from pdserve.rpc.convert import finish_to_proto, sampling_from_proto, tokens_to_proto
+from pdserve.rpc.events import Finish, TokenBatch
+from pdserve.rpc.status import to_detail
+from pdserve.v1 import decode_pb2, decode_pb2_grpc
+
+if TYPE_CHECKING:
+    from decode_worker.worker import DecodeWorker
+
+MAX_ID_CHARACTERS = 256
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Requests = AsyncIterator[decode_pb2.DecodeRequest]
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, worker: DecodeWorker) -> None:
+        self._worker = worker
+
+    async def Generate(self, requests: Requests, context: Context) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        request = request_from_proto(await self._first(requests))
+        sequence, admission, ticket = self._worker.submit(request)
+        retries = asyncio.create_task(self._take_retries(requests, sequence))
+        try:
+            if ticket is not None:
+                yield self._admitted(sequence, admission, ticket)
+            event: Event | None = None
+            while not isinstance(event, Finish):
+                event = await sequence.stream.next()
+                yield event_to_proto(event)
+        except PdserveError as error:
+            yield decode_pb2.DecodeEvent(error=to_detail(error))
+            raise
+        finally:
+            # Without effect on a sequence that has ended; otherwise the caller has gone.
+            self._worker.end(sequence, State.ABORTED, Cancelled("the caller closed the stream"))
+            retries.cancel()
+            await settle((retries,))
+
+    async def _first(self, requests: Requests) -> decode_pb2.DecodeOpen:
+        limit_s = self._worker.settings.rpc.call_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                async for message in requests:
+                    if message.WhichOneof("request") == "open":
+                        return message.open
+                    break
+        except TimeoutError:
+            raise DeadlineExceeded(f"no opening came within {limit_s:g} s", field="open") from None
+        raise InvalidRequest("the first message must be `open`", reason="MISSING_FIELD", field="open")
+
+    async def _take_retries(self, requests: Requests, sequence: Sequence) -> None:
+        """Serves the caller's later messages; one that is wrong ends the request. A half-closed stream is fine."""
+        try:
+            async for message in requests:
+                if message.WhichOneof("request") != "retry":
+                    raise InvalidRequest("only `retry` may follow `open`", reason="UNEXPECTED_MESSAGE", field="request")
+                await self._worker.retry(sequence, contract_from_proto(message.retry.prefill_contract))
+        except PdserveError as error:
+            self._worker.end(sequence, State.FAILED, error)
+
+    def _admitted(self, sequence: Sequence, admission: Admission, ticket: Ticket) -> decode_pb2.DecodeEvent:
+        if sequence.identity is None:
+            raise Internal("a ticket without an identity")
+        return decode_pb2.DecodeEvent(
+            admitted=decode_pb2.Admitted(
+                ticket=ticket_to_proto(ticket),
+                identity=identity_to_proto(sequence.identity),
+                contract=contract_to_proto(self._worker.contract),
+                logits_only=sequence.logits_only,
+                conversions=[difference_to_proto(d) for d in admission.conversions],
+            )
+        )
+
+
+def request_from_proto(proto: decode_pb2.DecodeOpen) -> DecodeRequest:
+    """Raises InvalidRequest naming the field that is missing or malformed."""
+    if not 0 < len(proto.request_id) <= MAX_ID_CHARACTERS:
+        raise InvalidRequest(
+            f"has {len(proto.request_id)} characters",
+            reason="INVALID_REQUEST_ID",
+            field="request_id",
+            remedy=f"send 1 to {MAX_ID_CHARACTERS} characters",
+        )
+    if not proto.HasField("prefill_contract"):
+        raise InvalidRequest(
+            "is missing", reason="MISSING_FIELD", field="prefill_contract", remedy="send the prefill worker's contract"
+        )
+    sampling = sampling_from_proto(proto.sampling)
+    if sampling.seed is None:
+        raise InvalidRequest(
+            "is missing", reason="MISSING_FIELD", field="sampling.seed", remedy="fix a seed, so that retries agree"
+        )
+    return DecodeRequest(
+        request_id=proto.request_id,
+        model=proto.model,
+        tenant=proto.tenant,
+        adapter=proto.adapter_digest if proto.HasField("adapter_digest") else None,
+        prompt_ids=tuple(proto.prompt_ids),
+        output_ids=tuple(proto.output_ids),
+        forwarded_tokens=proto.forwarded_tokens,
+        sampling=sampling,
+        prefill_contract=contract_from_proto(proto.prefill_contract),
+    )
+
+
+def event_to_proto(event: Event) -> decode_pb2.DecodeEvent:
+    if isinstance(event, TokenBatch):
+        return decode_pb2.DecodeEvent(tokens=tokens_to_proto(event))
+    if isinstance(event, Finish):
+        return decode_pb2.DecodeEvent(finish=finish_to_proto(event))
+    return decode_pb2.DecodeEvent(ticket=ticket_to_proto(event))
+
+
+def register(service: DecodeService, server: Any) -> None:
+    """For `pdserve.rpc.server.Server.add`."""
+    decode_pb2_grpc.add_DecodeServicer_to_server(service, server)

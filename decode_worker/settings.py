@@ -1,0 +1,95 @@
+"""What an operator may set on a decode worker. Standard library only besides the owners' settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.engine.plan import EngineConfig
+from pdserve.errors import ConfigError
+from pdserve.registry.settings import RegistrySettings
+from pdserve.rpc.settings import RpcSettings
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """Settings of one decode worker; each has a default that works on a laptop."""
+
+    model: str = ""
+    """Path of the checkpoint: a Hugging Face directory, a .gguf file or a ModelSpec checkpoint."""
+
+    name: str = ""
+    """Served model name; empty: the checkpoint's own."""
+
+    worker_id: str = ""
+    """Name in the registry, unique in the pool; empty: made at start."""
+
+    host: str = "127.0.0.1"
+    """Interface to listen on. Anything but loopback needs rpc.allow_plaintext."""
+
+    port: int = 0
+    """Port of the Decode and Worker services; 0: any free one."""
+
+    transfer_port: int = 0
+    """Port of the Transfer service, a listener of its own; 0: any free one."""
+
+    advertise: str = ""
+    """host:port that others reach the Decode service by; empty: the address it listens on."""
+
+    advertise_transfer: str = ""
+    """host:port that prefill workers reach the Transfer service by; empty: the address it listens on."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """Precision, page pool and threads."""
+
+    rpc: RpcSettings = field(default_factory=RpcSettings)
+    """Message size, keepalive, timeouts."""
+
+    registry: RegistrySettings = field(default_factory=RegistrySettings)
+    """Where the worker announces itself, and the lease it asks for."""
+
+    context_limit: int = 0
+    """Tokens of prompt and output together; 0: the model's own limit."""
+
+    max_queue: int = 64
+    """Requests that may wait for their cache; one more is refused with RESOURCE_EXHAUSTED."""
+
+    max_batch: int = 32
+    """Sequences of one engine step."""
+
+    max_unread_tokens: int = 256
+    """Tokens that wait for a slow reader before its sequence pauses."""
+
+    ticket_ttl_s: float = 60.0
+    """Seconds from a ticket's issue until the push must have opened and got its pages."""
+
+    receive_s: float = 60.0
+    """Seconds from a grant until the whole cache must have been verified."""
+
+    reader_s: float = 30.0
+    """Seconds a sequence may pause for its reader before it is ended."""
+
+    reap_s: float = 0.25
+    """Seconds between two looks for deadlines that are over."""
+
+    stall_s: float = 30.0
+    """Seconds one engine step may take before health reports the worker as not serving."""
+
+    grace_s: float = 30.0
+    """Seconds that sequences in flight get to finish when the worker is told to stop."""
+
+    def check(self) -> None:
+        """Raises ConfigError naming the first setting that cannot work."""
+        for name in ("max_queue", "max_batch", "max_unread_tokens"):
+            if getattr(self, name) < 1:
+                raise _wrong(name, getattr(self, name), "at least 1")
+        if self.context_limit < 0:
+            raise _wrong("context_limit", self.context_limit, "0 or a number of tokens")
+        for name in ("ticket_ttl_s", "receive_s", "reader_s", "reap_s", "stall_s"):
+            if not getattr(self, name) > 0:
+                raise _wrong(name, getattr(self, name), "more than 0 seconds")
+        if self.grace_s < 0:
+            raise _wrong("grace_s", self.grace_s, "0 seconds or more")
+
+
+def _wrong(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{value!r} is not allowed", field=f"decode.{name}", remedy=f"use {expected}")

@@ -1,0 +1,60 @@
+"""One decode step: what the scheduler wants, and what the engine's thread makes of it.
+
+Tokens whose logits came with the handoff are sampled in the same call as those that the
+model just computed. Runs in the engine's thread; reads samplers, changes nothing but pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode_worker.sampling import Choice, Sampler, sample
+from decode_worker.sequence import FirstLogits
+from pdserve.engine.engine import Engine
+from pdserve.engine.plan import StepCounters, StepPlan
+from pdserve.errors import Internal, PdserveError
+
+_DTYPES = {"fp32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """`samplers` has one entry per row of the step: keys of `step.chunks`, and of `first`."""
+
+    step: StepPlan
+    first: Mapping[str, FirstLogits]
+    samplers: Mapping[str, Sampler]
+
+
+@dataclass(frozen=True)
+class DecodeOutput:
+    """Per key the token that was chosen, or why none could be."""
+
+    choices: Mapping[str, Choice | PdserveError]
+    counters: StepCounters
+
+
+def step_and_sample(engine: Engine, plan: DecodePlan) -> DecodeOutput:
+    """Runs the model where the plan has chunks, then one sampler for all rows. Raises what `Engine.step` raises."""
+    logits: dict[str, Tensor] = {}
+    counters = StepCounters()
+    if plan.step.chunks:
+        output = engine.step(plan.step)
+        counters = output.counters
+        logits = {key: rows[-1] for key, rows in output.logits.items()}
+    for key, received in plan.first.items():
+        logits[key] = first_logits(received)
+    if logits.keys() != plan.samplers.keys():
+        raise Internal("a step gave logits for other sequences than planned", reason="STEP_ROWS")
+    keys = list(plan.samplers)
+    choices = sample([(plan.samplers[key], logits[key]) for key in keys])
+    return DecodeOutput(dict(zip(keys, choices, strict=True)), counters)
+
+
+def first_logits(received: FirstLogits) -> Tensor:
+    """[vocab] scores from the wire; a copy."""
+    return torch.frombuffer(bytearray(received.data), dtype=_DTYPES[received.dtype])

@@ -1,0 +1,95 @@
+"""What one sequence tells its reader, in order, bounded.
+
+Queue `events`: producer: the worker (tickets, tokens, the end); consumer: one Generate
+handler; bound: `limit` unread tokens and two other events. Tokens that wait are merged into
+one message. A full stream pauses its sequence instead of losing anything: the scheduler does
+not plan it until the reader has caught up, and the reaper ends it when it never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from cache_transfer.contract import Ticket
+from pdserve.errors import Internal, PdserveError
+from pdserve.rpc.events import Finish, TokenBatch
+
+Event = Ticket | TokenBatch | Finish
+
+
+class EventStream:
+    """Event loop only. Ends with a Finish or an error, once; later puts are ignored."""
+
+    def __init__(
+        self,
+        limit: int,
+        on_room: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.full_since: float | None = None  # clock seconds; None: there is room
+        self._limit = limit
+        self._on_room = on_room
+        self._clock = clock
+        self._events: deque[Event] = deque()
+        self._unread = 0
+        self._error: PdserveError | None = None
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    @property
+    def unread(self) -> int:
+        """Tokens that wait for the reader."""
+        return self._unread
+
+    def put(self, event: Event) -> None:
+        if self._closed:
+            return
+        if isinstance(event, TokenBatch):
+            self._unread += len(event.ids)
+            if self._unread >= self._limit and self.full_since is None:
+                self.full_since = self._clock()
+        self._events.append(event)
+        self._closed = isinstance(event, Finish)
+        self._changed.set()
+
+    def fail(self, error: PdserveError) -> None:
+        """Ends the stream: the reader still gets what waits, then the error."""
+        if not self._closed:
+            self._error, self._closed = error, True
+            self._changed.set()
+
+    async def next(self) -> Event:
+        """The next event; waiting tokens come as one batch. Raises the error that ended the stream."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise Internal("read past the end of a stream", reason="STREAM_ENDED")
+            self._changed.clear()
+            await self._changed.wait()
+        event = self._events.popleft()
+        if not isinstance(event, TokenBatch):
+            return event
+        batches = [event]
+        while self._events and isinstance(following := self._events[0], TokenBatch):
+            batches.append(following)
+            self._events.popleft()
+        self._unread = 0
+        if self.full_since is not None:
+            self.full_since = None
+            self._on_room()
+        return merged(batches)
+
+
+def merged(batches: list[TokenBatch]) -> TokenBatch:
+    """Consecutive batches of one choice as one."""
+    return TokenBatch(
+        first_index=batches[0].first_index,
+        ids=tuple(token for batch in batches for token in batch.ids),
+        text=b"".join(batch.text for batch in batches),
+        logprobs=tuple(entry for batch in batches for entry in batch.logprobs),
+        choice=batches[0].choice,
+    )

@@ -1,0 +1,177 @@
+"""`pdserve generate`: one prompt in, text out, through a running deployment or in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pdserve.cli.ask import Ask, Event, ask_gateway, ask_local
+from pdserve.cli.console import err, show_record, write
+from pdserve.errors import InvalidRequest, PdserveError
+from pdserve.request import SamplingParams
+from pdserve.rpc.events import Finish, HandoffRecord, TokenBatch
+
+Option = typer.Option
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt. '-', or nothing with a pipe, reads standard input.")
+    ] = None,
+    chat: Annotated[bool, Option("--chat", help="Send the prompt as a user message through the chat template.")] = False,
+    system: Annotated[str, Option(help="System message; implies --chat.")] = "",
+    messages: Annotated[
+        Path | None, Option(help='JSON file with chat messages: [{"role": "user", "content": "..."}].')
+    ] = None,
+    token_ids: Annotated[str, Option(help="Prompt as token ids, such as '1,2,3'.")] = "",
+    model: Annotated[str, Option(help="Served model name; empty: the only one. With --local: a checkpoint.")] = "",
+    max_tokens: Annotated[int | None, Option(help="Most output tokens; default: what the context leaves.")] = None,
+    min_tokens: Annotated[int, Option(help="No stop before this many output tokens.")] = 0,
+    temperature: Annotated[float, Option(help="0 is greedy.")] = 1.0,
+    top_k: Annotated[int, Option(help="Sample among the k best tokens; 0: all.")] = 0,
+    top_p: Annotated[float, Option(help="Sample among the best tokens that hold this probability together.")] = 1.0,
+    min_p: Annotated[float, Option(help="Drop tokens less probable than this share of the best one.")] = 0.0,
+    repetition_penalty: Annotated[float, Option(help="Over prompt and output; 1: none.")] = 1.0,
+    presence_penalty: Annotated[float, Option(help="Over output; between -2 and 2.")] = 0.0,
+    frequency_penalty: Annotated[float, Option(help="Over output, per occurrence; between -2 and 2.")] = 0.0,
+    logit_bias: Annotated[list[str] | None, Option(help="ID=BIAS, added to a token's score. Repeatable.")] = None,
+    seed: Annotated[int | None, Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, Option(help="String that ends the output. Repeatable.")] = None,
+    stop_token_id: Annotated[list[int] | None, Option(help="Token id that ends the output. Repeatable.")] = None,
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the model's end token.")] = False,
+    logprobs: Annotated[int | None, Option(help="Log probabilities of each token and of the n best.")] = None,
+    record: Annotated[bool, Option("--record", help="Print the handoff record at the end.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object per event instead of text.")] = False,
+    local: Annotated[bool, Option("--local", help="Run in this process: no server, no handoff.")] = False,
+    gateway: Annotated[str, Option(help="host:port of a gateway; empty: the running `pdserve up`.")] = "",
+    config: Annotated[Path | None, Option(help="TOML file; with --local it says which model and how.")] = None,
+    timeout_s: Annotated[float, Option(help="Seconds until the request is given up.")] = 600.0,
+) -> None:
+    """Ask a model and stream its answer.
+
+    \b
+    pdserve generate --chat "What is the capital of France?" --temperature 0
+    echo "Once upon a time" | pdserve generate --max-tokens 40 --seed 7
+    pdserve generate --token-ids 1,2,3 --ignore-eos --max-tokens 8 --json
+    pdserve generate --local "def fib(n):" --max-tokens 60
+    """
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=_parse_bias(logit_bias or []),
+        seed=seed,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+    )
+    sampling.check()
+    ask = Ask(
+        sampling=sampling,
+        model=model,
+        want_record=record,
+        timeout_s=timeout_s,
+        **_parse_prompt(prompt, chat, system, messages, token_ids),
+    )
+    events = ask_local(ask, config) if local else ask_gateway(ask, gateway)
+    show_events(events, as_json=as_json)
+
+
+def show_events(events: Iterable[Event], *, as_json: bool = False) -> None:
+    """Streams an answer to standard output; the record and the reason to stop go to standard error."""
+    ended = False
+    for event in events:
+        if as_json:
+            write(json.dumps(_event_json(event)) + "\n")
+        elif isinstance(event, TokenBatch):
+            write(event.text.decode("utf-8", "replace"))
+        elif isinstance(event, HandoffRecord):
+            ended = _end_line(ended)
+            show_record(event)
+        elif isinstance(event, Finish):
+            ended = _end_line(ended)
+            usage = event.usage
+            err.print(f"[{event.reason}: {usage.prompt_tokens} prompt, {usage.output_tokens} output tokens]", markup=False)
+
+
+def _end_line(ended: bool) -> bool:
+    if not ended:
+        write("\n")
+    return True
+
+
+def _event_json(event: Event) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return value.decode("utf-8", "replace")
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        return value
+
+    return {"event": type(event).__name__, **plain(asdict(event))}
+
+
+def _parse_prompt(
+    prompt: str | None, chat: bool, system: str, messages: Path | None, token_ids: str
+) -> dict[str, Any]:
+    """Exactly one of text, messages, token_ids."""
+    given = [name for name, value in (("--messages", messages), ("--token-ids", token_ids)) if value]
+    if given and prompt is not None:
+        raise InvalidRequest(f"a prompt and {given[0]} were both given", field="prompt", remedy="give one of them")
+    if len(given) > 1:
+        raise InvalidRequest("--messages and --token-ids were both given", field="prompt", remedy="give one of them")
+    if messages:
+        return {"messages": _read_messages(messages)}
+    if token_ids:
+        return {"token_ids": _parse_ids(token_ids)}
+    if prompt is None and sys.stdin.isatty():
+        raise InvalidRequest("there is no prompt", field="prompt", remedy="give one, or pipe it to standard input")
+    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    if not (chat or system):
+        return {"text": text}
+    head = ({"role": "system", "content": system},) if system else ()
+    return {"messages": (*head, {"role": "user", "content": text})}
+
+
+def _read_messages(path: Path) -> tuple[dict[str, str], ...]:
+    try:
+        found = json.loads(path.read_text())
+        return tuple({"role": str(m["role"]), "content": str(m["content"])} for m in found)
+    except OSError as error:
+        raise _bad("--messages", f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise _bad("--messages", f"{path} is not a list of messages with role and content") from error
+
+
+def _parse_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError as error:
+        raise _bad("--token-ids", f"{text!r} is not a list of integers") from error
+
+
+def _parse_bias(pairs: list[str]) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, bias in (pair.split("=", 1) for pair in pairs)}
+    except ValueError as error:
+        raise _bad("--logit-bias", f"{pairs!r} is not ID=BIAS") from error
+
+
+def _bad(name: str, message: str) -> PdserveError:
+    return InvalidRequest(message, field=name, remedy="see pdserve generate --help")

@@ -1,0 +1,71 @@
+"""Entry point: the commands, and the one place that turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from pdserve import __version__
+from pdserve.cli.console import fail
+from pdserve.cli.demo import demo
+from pdserve.cli.generate import generate
+from pdserve.cli.pools import down, up
+from pdserve.cli.status import status
+from pdserve.errors import ConfigError, PdserveError
+
+HELP = """Disaggregated prefill/decode serving for language models.
+
+\b
+Start two worker pools and a router on this machine, ask, look, stop:
+    pdserve up &
+    pdserve generate --chat "What is the capital of France?"
+    pdserve status
+    pdserve down
+
+Without any server: pdserve generate --local "Once upon a time"
+"""
+
+app = typer.Typer(
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(up)
+app.command()(generate)
+app.command()(status)
+app.command()(down)
+app.command()(demo)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Runs a command. Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        code = 130
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone; that is not an error.
+        sys.stderr.close()
+        code = 0
+    except PdserveError as error:
+        fail(error)
+        code = 2 if isinstance(error, ConfigError) else 1
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

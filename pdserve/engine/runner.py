@@ -1,0 +1,71 @@
+"""One thread that owns the engine: messages in, results out, no shared state.
+
+Producer: any event loop, through `run`. Consumer: the engine thread. Bound: the callers'
+own (a worker has one step in flight).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from pdserve.errors import Refused
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Runs functions one after the other in one thread.
+
+    `threads` is torch's intra-op thread count, which holds for the whole process.
+    """
+
+    def __init__(self, threads: int = 1, name: str = "engine") -> None:
+        torch.set_num_threads(threads)
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix=name, initializer=torch.set_num_threads, initargs=(threads,)
+        )
+        self._closed = False
+        self._steps = 0
+        self._busy_since: float | None = None
+
+    @property
+    def steps(self) -> int:
+        """Functions finished so far, failed ones included. Health watches it move."""
+        return self._steps
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the current function has been running; 0 when idle."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Awaits function(*args, **kwargs) run in the engine's thread; its error is raised here.
+
+        A cancelled caller withdraws work that has not begun; work that has begun finishes.
+        Raises Refused after `close`.
+        """
+        if self._closed:
+            raise Refused("the engine's thread is closed", reason="CLOSED")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, lambda: self._call(lambda: function(*args, **kwargs)))
+
+    def close(self) -> None:
+        """Waits for the function in progress, drops those that have not begun, joins the thread."""
+        self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _call(self, work: Callable[[], T]) -> T:
+        self._busy_since = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._busy_since = None
+            self._steps += 1

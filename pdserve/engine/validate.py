@@ -1,0 +1,30 @@
+"""What a spec that came from a file must satisfy beyond what the decoder itself asks."""
+
+from __future__ import annotations
+
+import math
+
+from pdserve.engine.model import check_spec as check_runnable
+from pdserve.engine.spec import ModelSpec
+from pdserve.errors import CheckpointError
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Raises CheckpointError naming the first field that no model can have or the engine cannot run."""
+    check_runnable(spec)
+    good_eps = math.isfinite(spec.norm_eps) and spec.norm_eps > 0
+    _require(good_eps, "norm_eps", spec.norm_eps, "must be a positive number")
+    _require(all(w >= 0 for w in spec.sliding_window), "sliding_window", spec.sliding_window, "must not be negative")
+    for token in spec.eos_ids:
+        _require(0 <= token < spec.vocab_size, "eos_ids", token, f"must be in the vocabulary of {spec.vocab_size}")
+    if spec.bos_id is not None:
+        good_bos = 0 <= spec.bos_id < spec.vocab_size
+        _require(good_bos, "bos_id", spec.bos_id, f"must be in the vocabulary of {spec.vocab_size}")
+    if spec.positions.kind == "learned":
+        rows = spec.positions.dims
+        _require(rows >= spec.context_limit, "positions.dims", rows, f"must cover {spec.context_limit} positions")
+
+
+def _require(good: bool, field: str, value: object, what: str) -> None:
+    if not good:
+        raise CheckpointError(f"{field} = {value} {what}", field=field, reason="BAD_SPEC")

@@ -1,0 +1,51 @@
+"""From a URL to a registry."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from pdserve.errors import ConfigError
+from pdserve.registry.client import RpcRegistry
+from pdserve.registry.memory import MemoryRegistry
+from pdserve.registry.records import Registry
+from pdserve.registry.redis import RedisRegistry, redis_address
+from pdserve.registry.settings import RegistrySettings
+from pdserve.rpc.settings import RpcSettings, check_plaintext
+
+
+def open_registry(url: str, settings: RegistrySettings | None = None, rpc: RpcSettings | None = None) -> Registry:
+    """The registry at `url` (see RegistrySettings.url). Connects later, on first use.
+
+    Args:
+        url: takes the place of `settings.url`.
+        settings: timeout and key prefix.
+        rpc: how to reach a grpc:// registry; also says whether plaintext may leave this machine.
+
+    Raises ConfigError for a URL that cannot be used.
+    """
+    settings = settings or RegistrySettings()
+    rpc = rpc or RpcSettings()
+    parts = urlsplit(url)
+    if parts.scheme == "memory":
+        return MemoryRegistry()
+    if parts.scheme == "grpc":
+        return RpcRegistry(parts.netloc, settings.timeout_s, rpc)
+    if parts.scheme in ("redis", "rediss"):
+        registry = RedisRegistry(url, settings.key_prefix, settings.timeout_s)
+        if parts.scheme == "redis":
+            check_plaintext(parts.hostname or "", rpc)
+        return registry
+    raise ConfigError(
+        f"{parts.scheme or url.partition(':')[0]!r} is not a kind of registry",
+        reason="BAD_URL",
+        field="registry.url",
+        remedy="use memory://, grpc://HOST:PORT, redis://HOST:PORT/DATABASE or rediss://...",
+    )
+
+
+def describe_url(url: str) -> str:
+    """The URL without secrets, for status pages and logs."""
+    parts = urlsplit(url)
+    if parts.scheme == "memory":
+        return "memory"
+    return redis_address(url) if parts.scheme in ("redis", "rediss") else f"{parts.scheme}://{parts.netloc}"

@@ -1,0 +1,200 @@
+"""A registry in Redis, shared by any number of routers.
+
+Keys, all under one prefix:
+
+    {prefix}worker:{id}   hash {incarnation, record, state, load, lease_ms}, expires with the lease
+    {prefix}workers       set of ids; ids whose hash is gone are removed by the next snapshot
+
+`record` and `load` are serialized protobuf. Each method is one script, so that comparing
+the incarnation and acting on it cannot be torn apart; leases run on the server's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis.asyncio
+from google.protobuf.message import DecodeError
+from redis.exceptions import AuthenticationError, RedisError
+
+from pdserve.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.registry.memory import not_registered
+from pdserve.registry.records import LiveRecord, Load, WorkerRecord
+from pdserve.registry.wire import load_from_proto, load_to_proto, record_from_proto, record_to_proto
+from pdserve.v1 import gateway_pb2, registry_pb2
+
+log = logging.getLogger(__name__)
+
+_REGISTER = """
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'incarnation', ARGV[2], 'record', ARGV[3],
+           'state', ARGV[4], 'load', ARGV[5], 'lease_ms', ARGV[6])
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+redis.call('SADD', KEYS[2], ARGV[1])
+return 1
+"""
+_HEARTBEAT = """
+local row = redis.call('HMGET', KEYS[1], 'incarnation', 'lease_ms')
+if row[1] ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'state', ARGV[2], 'load', ARGV[3])
+redis.call('PEXPIRE', KEYS[1], row[2])
+return 1
+"""
+_DEREGISTER = """
+if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[2] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('SREM', KEYS[2], ARGV[1])
+return 1
+"""
+_SNAPSHOT = """
+local rows = {}
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local key = ARGV[1] .. id
+  local row = redis.call('HMGET', key, 'record', 'state', 'load')
+  if row[1] then
+    rows[#rows + 1] = {id, row[1], row[2], row[3], redis.call('PTTL', key)}
+  else
+    redis.call('SREM', KEYS[1], id)
+  end
+end
+return rows
+"""
+
+
+class RedisRegistry:
+    """One event loop. Connects on first use, and again by itself after an outage."""
+
+    def __init__(self, url: str, key_prefix: str = "pdserve:", timeout_s: float = 2.0) -> None:
+        """
+        Args:
+            url: redis://[user[:password]@]host[:port][/database], rediss:// for TLS; TLS files
+                as query arguments (ssl_ca_certs, ssl_certfile, ssl_keyfile).
+            timeout_s: longest time for any method, connecting included.
+
+        Raises ConfigError for a URL that cannot be used.
+        """
+        self.address = redis_address(url)
+        self._password = urlsplit(url).password
+        self._prefix = key_prefix
+        self._timeout_s = timeout_s
+        try:
+            self._client: Any = redis.asyncio.Redis.from_url(
+                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s
+            )
+        except (ValueError, TypeError) as error:
+            raise _bad_url(self.address, self._scrub(str(error))) from None
+        self._register = self._client.register_script(_REGISTER)
+        self._heartbeat = self._client.register_script(_HEARTBEAT)
+        self._deregister = self._client.register_script(_DEREGISTER)
+        self._snapshot = self._client.register_script(_SNAPSHOT)
+
+    async def register(self, record: WorkerRecord) -> None:
+        message = record_to_proto(record)
+        record_from_proto(message)  # refuse here what a reader would have to skip
+        await self._run(
+            self._register(
+                keys=[self._key(record.worker_id), self._index],
+                args=[
+                    record.worker_id,
+                    record.incarnation,
+                    message.SerializeToString(),
+                    record.state,
+                    load_to_proto(record.load).SerializeToString(),
+                    message.lease_ms,
+                ],
+            )
+        )
+
+    async def heartbeat(self, worker_id: str, incarnation: bytes, state: str, load: Load) -> None:
+        args = [incarnation, state, load_to_proto(load).SerializeToString()]
+        if not await self._run(self._heartbeat(keys=[self._key(worker_id)], args=args)):
+            raise not_registered(worker_id)
+
+    async def deregister(self, worker_id: str, incarnation: bytes) -> None:
+        await self._run(
+            self._deregister(keys=[self._key(worker_id), self._index], args=[worker_id, incarnation]),
+        )
+
+    async def snapshot(self) -> tuple[LiveRecord, ...]:
+        """See Registry. A record that cannot be read is left out, with a warning in the log."""
+        rows = await self._run(self._snapshot(keys=[self._index], args=[self._key("")]))
+        live = [read for row in rows if (read := _read(row)) is not None]
+        return tuple(sorted(live, key=lambda each: each.record.worker_id))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    @property
+    def _index(self) -> str:
+        return f"{self._prefix}workers"
+
+    def _key(self, worker_id: str) -> str:
+        return f"{self._prefix}worker:{worker_id}"
+
+    async def _run(self, call: Awaitable[Any]) -> Any:
+        async with self._errors():
+            return await asyncio.wait_for(call, self._timeout_s)
+
+    @asynccontextmanager
+    async def _errors(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise self._unavailable(f"no answer within {self._timeout_s:g} s") from None
+        except AuthenticationError as error:
+            raise self._unavailable(str(error), "check the user and password in registry.url") from None
+        except (RedisError, OSError) as error:
+            # `from None`: the original may hold the URL, and with it the password.
+            raise self._unavailable(str(error)) from None
+
+    def _unavailable(self, text: str, remedy: str = "") -> Unavailable:
+        return Unavailable(
+            f"the registry at {self.address} cannot be used: {self._scrub(text)}",
+            reason="REGISTRY_UNAVAILABLE",
+            field="registry.url",
+            remedy=remedy or "start Redis there, or correct registry.url",
+        )
+
+    def _scrub(self, text: str) -> str:
+        return text.replace(self._password, "***") if self._password else text
+
+
+def redis_address(url: str) -> str:
+    """The URL without user and password, for people. Raises ConfigError when it has no host or a bad port."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or 6379
+    except ValueError:
+        raise _bad_url(f"{parts.scheme}://...", "the port is not a number") from None
+    if not parts.hostname:
+        raise _bad_url(f"{parts.scheme}://...", "there is no host")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}:{port}{parts.path}"
+
+
+def _bad_url(shown: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{shown} is not a Redis URL: {problem}",
+        reason="BAD_URL",
+        field="registry.url",
+        remedy="use redis://USER:PASSWORD@HOST:PORT/DATABASE, with special characters of the password percent-encoded",
+    )
+
+
+def _read(row: list[Any]) -> LiveRecord | None:
+    worker_id, record, state, load, left_ms = row
+    try:
+        message = registry_pb2.WorkerRecord.FromString(record)
+        message.status.state = state.decode()
+        read = record_from_proto(message)
+        read = replace(read, load=load_from_proto(gateway_pb2.Load.FromString(load)))
+    except (DecodeError, InvalidRequest, UnicodeDecodeError) as error:
+        log.warning("a worker record in Redis cannot be read and is left out: %r: %s", worker_id, error)
+        return None
+    return LiveRecord(read, max(0, left_ms) / 1000)

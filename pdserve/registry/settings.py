@@ -1,0 +1,40 @@
+"""How a process finds the registry and how often it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RegistrySettings:
+    """Settings of workers (heartbeats) and routers (snapshots) alike."""
+
+    url: str = "memory://"
+    """memory:// (a router's own), grpc://HOST:PORT (a router that serves one), or
+    redis://USER:PASSWORD@HOST:PORT/DATABASE; rediss:// is the same over TLS."""
+
+    lease_s: float = 5.0
+    """Seconds a worker stays listed after its last heartbeat."""
+
+    heartbeat_s: float = 1.0
+    """Seconds between heartbeats; at most half of `lease_s`, so that one may be lost."""
+
+    timeout_s: float = 2.0
+    """Longest wait for one answer of the registry."""
+
+    key_prefix: str = "pdserve:"
+    """Redis only: begins every key, so that installations can share a database."""
+
+    def __post_init__(self) -> None:
+        for name in ("lease_s", "heartbeat_s", "timeout_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{value!r} is not allowed", field=f"registry.{name}", remedy="use seconds above 0")
+        if self.heartbeat_s > self.lease_s / 2:
+            raise ConfigError(
+                f"{self.heartbeat_s!r} is more than half of lease_s ({self.lease_s!r})",
+                field="registry.heartbeat_s",
+                remedy="send heartbeats more often, or lengthen the lease",
+            )

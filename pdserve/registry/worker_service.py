@@ -1,0 +1,116 @@
+"""The Worker service, which every worker of either pool answers in the same way.
+
+A worker implements the small `WorkerHost` protocol; this module turns it into gRPC. All
+methods run on the worker's event loop and only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+
+from pdserve.errors import NotFound, PdserveError
+from pdserve.registry.records import WorkerRecord
+from pdserve.registry.wire import status_to_proto
+from pdserve.rpc.status import abort
+from pdserve.v1 import gateway_pb2, worker_pb2, worker_pb2_grpc
+
+PIECE_BYTES = 1 << 20  # of a tokenizer bundle, per message
+
+REQUEST = "request"
+PIN = "pin"
+GRANT = "grant"
+LEASE = "lease"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Pages that one owner holds, and until when."""
+
+    owner: str  # request or handoff id
+    kind: str  # REQUEST | PIN | GRANT | LEASE
+    pages: int
+    deadline_left_s: float = -1.0  # negative: no deadline
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """Where every page of the pool is. `fault` is what check_integrity() found; empty: nothing."""
+
+    pages_total: int
+    pages_free: int
+    pages_held: int
+    pages_cached: int
+    holdings: tuple[Holding, ...] = ()
+    fault: str = ""
+
+
+class WorkerHost(Protocol):
+    """What a worker tells about itself. Called on the worker's event loop; must not block."""
+
+    def record(self) -> WorkerRecord: ...
+
+    def bundle_bytes(self) -> bytes:
+        """The tokenizer bundle whose digest the contract names; empty without a tokenizer."""
+        ...
+
+    def accounts(self) -> Accounts: ...
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Describe, GetTokenizer and Accounts over a WorkerHost."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> gateway_pb2.WorkerStatus:
+        record = self._host.record()
+        return status_to_proto(record, record.lease_s)
+
+    async def GetTokenizer(
+        self, request: worker_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.BundlePiece]:
+        try:
+            data = self._bundle(request.digest)
+        except PdserveError as error:
+            await abort(context, error)
+        for start in range(0, len(data), PIECE_BYTES):
+            yield worker_pb2.BundlePiece(data=data[start : start + PIECE_BYTES], total_bytes=len(data))
+
+    async def Accounts(
+        self, request: worker_pb2.AccountsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.AccountsResponse:
+        accounts = self._host.accounts()
+        return worker_pb2.AccountsResponse(
+            pages_total=accounts.pages_total,
+            pages_free=accounts.pages_free,
+            pages_held=accounts.pages_held,
+            pages_cached=accounts.pages_cached,
+            holdings=[
+                worker_pb2.Holding(owner=h.owner, kind=h.kind, pages=h.pages, deadline_left_s=h.deadline_left_s)
+                for h in accounts.holdings
+            ],
+            intact=not accounts.fault,
+            fault=accounts.fault,
+        )
+
+    def _bundle(self, digest: bytes) -> bytes:
+        own = self._host.record().contract.tokenizer_digest
+        if not own or digest != own:
+            raise NotFound(
+                f"this worker has no tokenizer bundle {digest.hex()[:16] or 'without a digest'}",
+                reason="UNKNOWN_BUNDLE",
+                field="digest",
+                remedy="ask for the tokenizer digest in the worker's contract",
+            )
+        return self._host.bundle_bytes()
+
+
+def register(service: WorkerService, server: Any) -> None:
+    """For `pdserve.rpc.server.Server.add`, so that workers need not import generated code."""
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)

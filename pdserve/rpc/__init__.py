@@ -1,0 +1,1 @@
+"""How gRPC is set up here: settings, servers, channels, deadlines, and error <-> status."""

@@ -1,0 +1,168 @@
+"""Sampling options and stream events <-> protobuf: the one place where the two meet.
+
+Readers take what is on the wire as it is (NaN included) and leave judging to the owner of
+the type, such as SamplingParams.check().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from pdserve.errors import InvalidRequest
+from pdserve.request import SamplingParams
+from pdserve.rpc.events import Accepted, Finish, HandoffRecord, PositionLogprobs, TokenBatch, TokenLogprob, Usage
+from pdserve.rpc.status import difference_from_proto, difference_to_proto
+from pdserve.v1 import common_pb2, gateway_pb2
+
+_OPTIONAL = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+)
+_RECORD_SCALARS = tuple(
+    field.name for field in common_pb2.HandoffRecord.DESCRIPTOR.fields if field.name not in ("conversions", "notes")
+)
+
+
+def sampling_from_proto(options: common_pb2.SamplingOptions) -> SamplingParams:
+    """Absent fields get SamplingParams' defaults; nothing is checked. top_k -1 is read as 0: keep all."""
+    given: dict[str, Any] = {name: getattr(options, name) for name in _OPTIONAL if options.HasField(name)}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    return SamplingParams(
+        logit_bias=dict(options.logit_bias),
+        stop=tuple(options.stop),
+        stop_token_ids=tuple(options.stop_token_ids),
+        **given,
+    )
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingOptions:
+    """Sets every field that is not None. Raises InvalidRequest naming one whose value the field cannot carry."""
+    options = common_pb2.SamplingOptions()
+    for name in _OPTIONAL:
+        if getattr(params, name) is not None:
+            _fill(name, params, partial(setattr, options, name))
+    _fill("logit_bias", params, options.logit_bias.update)
+    _fill("stop", params, options.stop.extend)
+    _fill("stop_token_ids", params, options.stop_token_ids.extend)
+    return options
+
+
+def _fill(name: str, params: SamplingParams, put: Callable[[Any], None]) -> None:
+    value = getattr(params, name)
+    try:
+        put(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"{value!r} is not allowed",
+            reason=f"INVALID_{name.upper()}",
+            field=name,
+            remedy="use the type and range that the option documents",
+        ) from error
+
+
+def tokens_to_proto(batch: TokenBatch) -> common_pb2.TokenBatch:
+    return common_pb2.TokenBatch(
+        first_index=batch.first_index,
+        ids=batch.ids,
+        text=batch.text,
+        logprobs=[
+            common_pb2.PositionLogprobs(chosen=_logprob_to_proto(p.chosen), top=[_logprob_to_proto(t) for t in p.top])
+            for p in batch.logprobs
+        ],
+        choice=batch.choice,
+    )
+
+
+def tokens_from_proto(message: common_pb2.TokenBatch) -> TokenBatch:
+    return TokenBatch(
+        first_index=message.first_index,
+        ids=tuple(message.ids),
+        text=message.text,
+        logprobs=tuple(
+            PositionLogprobs(_logprob_from_proto(p.chosen), tuple(_logprob_from_proto(t) for t in p.top))
+            for p in message.logprobs
+        ),
+        choice=message.choice,
+    )
+
+
+def usage_to_proto(usage: Usage) -> common_pb2.Usage:
+    return common_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.output_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+    )
+
+
+def usage_from_proto(message: common_pb2.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.output_tokens, message.cached_prompt_tokens)
+
+
+def finish_to_proto(finish: Finish) -> common_pb2.Finish:
+    return common_pb2.Finish(
+        reason=finish.reason,
+        stop_string=finish.stop_string,
+        stop_token_id=finish.stop_token_id,
+        usage=usage_to_proto(finish.usage),
+        choice=finish.choice,
+    )
+
+
+def finish_from_proto(message: common_pb2.Finish) -> Finish:
+    return Finish(
+        reason=message.reason,
+        usage=usage_from_proto(message.usage),
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        choice=message.choice,
+    )
+
+
+def accepted_to_proto(accepted: Accepted) -> gateway_pb2.Accepted:
+    return gateway_pb2.Accepted(
+        request_id=accepted.request_id,
+        model=accepted.model,
+        prompt_tokens=accepted.prompt_tokens,
+        seed=accepted.seed,
+    )
+
+
+def accepted_from_proto(message: gateway_pb2.Accepted) -> Accepted:
+    return Accepted(message.request_id, message.model, message.prompt_tokens, message.seed)
+
+
+def record_to_proto(record: HandoffRecord) -> common_pb2.HandoffRecord:
+    return common_pb2.HandoffRecord(
+        conversions=[difference_to_proto(d) for d in record.conversions],
+        notes=record.notes,
+        **{name: getattr(record, name) for name in _RECORD_SCALARS},
+    )
+
+
+def record_from_proto(message: common_pb2.HandoffRecord) -> HandoffRecord:
+    return HandoffRecord(
+        conversions=tuple(difference_from_proto(d) for d in message.conversions),
+        notes=tuple(message.notes),
+        **{name: getattr(message, name) for name in _RECORD_SCALARS},
+    )
+
+
+def _logprob_to_proto(value: TokenLogprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(id=value.id, logprob=value.logprob, rank=value.rank)
+
+
+def _logprob_from_proto(message: common_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.id, message.logprob, message.rank)

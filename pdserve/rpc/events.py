@@ -1,0 +1,86 @@
+"""What streams back to a caller, as plain values. Router, decode workers and clients share these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.errors import FieldDifference
+
+STOP = "stop"
+LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    id: int
+    logprob: float  # natural logarithm, of the model's raw distribution
+    rank: int  # 0 is the best
+
+
+@dataclass(frozen=True)
+class PositionLogprobs:
+    """One output position: the token that was chosen, and the best ones, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Output tokens [first_index, first_index + len(ids)) of one choice."""
+
+    first_index: int
+    ids: tuple[int, ...]
+    text: bytes = b""  # UTF-8 released by these tokens; may be empty
+    logprobs: tuple[PositionLogprobs, ...] = ()  # one per id, or none
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_prompt_tokens: int = 0  # prompt tokens that were not computed again
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Normal end of one choice."""
+
+    reason: str  # STOP | LENGTH
+    usage: Usage = Usage()
+    stop_string: str | None = None  # the stop string that matched
+    stop_token_id: int | None = None  # the end or stop token that was sampled
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """First event of a stream: the request passed every check."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    seed: int  # the seed in force
+
+
+@dataclass(frozen=True)
+class HandoffRecord:
+    """What happened to one request, in stages. Times are milliseconds, sizes are bytes."""
+
+    request_id: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    attempts: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0  # prompt tokens that prefill ran
+    sent_tokens: int = 0  # prompt tokens whose cache travelled
+    bytes_sent: int = 0  # payload bytes of frames and logits
+    frames_sent: int = 0
+    queued_ms: float = 0.0  # waiting for a prefill slot
+    prefill_ms: float = 0.0  # first chunk started .. logits ready
+    transfer_ms: float = 0.0  # logits ready .. acknowledged
+    first_token_ms: float = 0.0  # request received by the router .. first token there
+    decode_tokens_per_s: float = 0.0  # output tokens after the first, over their time
+    conversions: tuple[FieldDifference, ...] = ()
+    notes: tuple[str, ...] = ()

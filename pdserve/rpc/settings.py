@@ -1,0 +1,139 @@
+"""Every number that shapes a connection, and the one place that turns them into gRPC options."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from pdserve.errors import ConfigError
+
+MIB = 1 << 20
+
+Options = tuple[tuple[str, int | str], ...]
+
+
+@dataclass(frozen=True)
+class RpcSettings:
+    """Limits and times of servers and channels. Both ends of a connection should agree."""
+
+    max_message_bytes: int = 4 * MIB + 64 * 1024
+    """Largest message sent or taken: 4 MiB, and room for the fields around a payload."""
+
+    max_metadata_bytes: int = 16 * 1024
+    """Largest header or trailer taken; error details are trimmed to fit well inside."""
+
+    keepalive_s: float = 20.0
+    """A silent connection is probed this often, by both ends."""
+
+    keepalive_timeout_s: float = 10.0
+    """A probe without an answer for this long ends the connection."""
+
+    min_ping_interval_s: float = 1.0
+    """Servers take probes at least this far apart; keep it below every client's `keepalive_s`."""
+
+    connect_timeout_s: float = 5.0
+    """Longest wait for a new connection where the caller waits for one."""
+
+    call_timeout_s: float = 10.0
+    """Deadline of short unary calls that state none of their own."""
+
+    max_reconnect_backoff_s: float = 2.0
+    """Longest pause between two attempts to reach a peer that was lost."""
+
+    max_concurrent_calls: int = 1024
+    """Calls a server runs at once; more are refused with RESOURCE_EXHAUSTED."""
+
+    allow_plaintext: bool = False
+    """Permits unencrypted connections beyond this machine. Without it only loopback is used."""
+
+    def __post_init__(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if name != "allow_plaintext"}
+        for name, value in numbers.items():
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{value!r} is not allowed", field=f"rpc.{name}", remedy="use a number above 0")
+
+
+def server_options(settings: RpcSettings, extra: Options = ()) -> Options:
+    """Options of a server; `extra` replaces options of the same name."""
+    return _merged(
+        *_common_options(settings),
+        # Two servers on one port would share its connections at random: fail instead.
+        ("grpc.so_reuseport", 0),
+        # A client may probe a silent stream for as long as it likes: no strikes, no GOAWAY.
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(settings.min_ping_interval_s)),
+        ("grpc.http2.max_ping_strikes", 0),
+        *extra,
+    )
+
+
+def channel_options(settings: RpcSettings, extra: Options = ()) -> Options:
+    """Options of a channel; `extra` replaces options of the same name."""
+    return _merged(
+        *_common_options(settings),
+        # A proxy from the environment must never see traffic between workers.
+        ("grpc.enable_http_proxy", 0),
+        # Channels do not share connections: closing one, or its backoff, touches no other.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", _ms(settings.max_reconnect_backoff_s)),
+        *extra,
+    )
+
+
+def _common_options(settings: RpcSettings) -> Options:
+    return (
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_metadata_size", settings.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
+        ("grpc.keepalive_time_ms", _ms(settings.keepalive_s)),
+        ("grpc.keepalive_timeout_ms", _ms(settings.keepalive_timeout_s)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
+def _merged(*options: tuple[str, int | str]) -> Options:
+    """The last of each name: gRPC itself would take the first."""
+    return tuple(dict(options).items())
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The inverse of `join_address`. Raises ConfigError unless it is host:port with a port of 1 to 65535."""
+    host, separator, port = address.rpartition(":")
+    if not (separator and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigError(
+            f"{address!r} is not an address", reason="BAD_ADDRESS", field="address", remedy="use host:port"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only mean this machine. Names other than localhost never count."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_plaintext(host: str, settings: RpcSettings) -> None:
+    """Raises ConfigError when an unencrypted connection would leave this machine without leave."""
+    if not settings.allow_plaintext and not is_loopback(host):
+        raise ConfigError(
+            f"an unencrypted connection beyond this machine ({host!r}) is not permitted",
+            reason="PLAINTEXT_REFUSED",
+            field="allow_plaintext",
+            remedy="use a loopback address such as 127.0.0.1, or set allow_plaintext = true on a network you trust",
+        )
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

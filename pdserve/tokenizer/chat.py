@@ -1,0 +1,231 @@
+"""Chat messages to prompt text, by the model's own Jinja template in a sandbox.
+
+The environment offers what templates of public checkpoints rely on: trimmed blocks, loop controls,
+`raise_exception`, `strftime_now`, a `tojson` that does not escape for HTML, and an inert
+`{% generation %}` block. Templates come with the checkpoint an operator chose; messages come from
+callers and reach the template as plain JSON data only.
+
+Against runaway templates the whole output, the result of each `+`, `*`, `**` and `%`, and (by the
+sandbox) each range are bounded.
+
+Special-token text inside a message becomes that special token, as the reference implementation
+has it by default: whoever writes message text can also write turn markers. A gateway that must
+not trust its callers' text has to refuse such text before it gets here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pdserve.errors import InvalidRequest
+
+MAX_RENDERED_CHARS = 4 * 1024 * 1024
+MAX_NESTING = 32
+_WIDE_FORMAT = re.compile(r"\*|\d{5,}")
+# What running a foreign template can raise besides Jinja's own errors.
+_TEMPLATE_FAULTS = (
+    TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class ChatTemplate:
+    """One compiled template; thread-safe, since each render has its own context."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens`: names such as `bos_token` that the template may use."""
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool) -> str:
+        """Raises InvalidRequest (field "messages") for bad messages, no template, or a template that fails."""
+        if not self._source:
+            raise InvalidRequest(
+                "this model has no chat template",
+                reason="NO_CHAT_TEMPLATE",
+                field="messages",
+                remedy="send a text prompt or token ids",
+            )
+        context = {
+            **self._special_tokens,
+            "messages": plain_messages(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces: list[str] = []
+        room = MAX_RENDERED_CHARS
+        try:
+            for piece in self._template.generate(context):
+                pieces.append(piece)
+                room -= len(piece)
+                if room < 0:
+                    raise SecurityError(f"the prompt exceeds {MAX_RENDERED_CHARS} characters")
+        except _TEMPLATE_FAULTS as error:
+            raise InvalidRequest(
+                f"the model's chat template refused them: {error or type(error).__name__}",
+                reason="CHAT_TEMPLATE",
+                field="messages",
+                remedy="send roles and an order of turns that this model's template accepts",
+            ) from error
+        return "".join(pieces)
+
+    @cached_property
+    def _template(self) -> Template:
+        return _environment().from_string(self._source)
+
+
+def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Copies messages into plain data for a template: role, text content, other keys as JSON data.
+
+    Content may be a list of text parts, which are joined as they are. None content is allowed
+    beside tool calls; keys that are None are left out. Raises InvalidRequest naming the message.
+    """
+    if not messages:
+        raise _bad("messages", "there are none", "send at least one message", "EMPTY_PROMPT")
+    return [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, object], where: str) -> dict[str, object]:
+    if not isinstance(message, Mapping):
+        raise _bad(where, f"a {type(message).__name__} is not a message", "send a role and a content")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _bad(f"{where}.role", f"{role!r} is not a role", "use system, user, assistant or tool")
+    plain: dict[str, object] = {
+        str(key): _plain_data(value, f"{where}.{key}", 0)
+        for key, value in message.items()
+        if value is not None and key != "content"
+    }
+    content = message.get("content")
+    if content is not None:
+        plain["content"] = _content(content, f"{where}.content")
+    elif not message.get("tool_calls"):
+        raise _bad(f"{where}.content", "there is none", "send text, or tool calls of an assistant")
+    return plain
+
+
+def _content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return _unicode(content, where)
+    if not isinstance(content, list | tuple):
+        raise _bad(where, f"a {type(content).__name__} is not content", "send text or a list of text parts")
+    texts = []
+    for i, part in enumerate(content):
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(_unicode(text, f"{where}[{i}]"))
+            case Mapping():
+                kind = part.get("type")
+                raise _bad(f"{where}[{i}]", f"parts of type {kind!r} are not supported", "send text parts only")
+            case _:
+                raise _bad(f"{where}[{i}]", f"a {type(part).__name__} is not a part", "send text parts only")
+    return "".join(texts)
+
+
+def _plain_data(value: object, where: str, depth: int) -> object:
+    if depth > MAX_NESTING:
+        raise _bad(where, "nested too deeply", f"use at most {MAX_NESTING} levels")
+    if isinstance(value, str):
+        return _unicode(value, where)
+    if value is None or type(value) in (int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain_data(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_data(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise _bad(where, f"a {type(value).__name__} is not JSON data", "send JSON data")
+
+
+def _unicode(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _bad(where, "a lone surrogate is not a character", "send valid Unicode") from error
+    return str(text)
+
+
+def _bad(where: str, problem: str, remedy: str, reason: str = "INVALID_MESSAGES") -> InvalidRequest:
+    return InvalidRequest(problem, reason=reason, field=where, remedy=remedy)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with the operators that make much out of little bounded."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
+        _check_size(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_size(operator: str, left: object, right: object) -> None:
+    match operator, left, right:
+        case "*", (str() | list() | tuple()) as items, int(count):
+            size = len(items) * count
+        case "*", int(count), (str() | list() | tuple()) as items:
+            size = len(items) * count
+        case (("*" | "**"), int(), int()):
+            size = left.bit_length() * (right if operator == "**" else 1)
+        case "%", str(), _:
+            size = MAX_RENDERED_CHARS + 1 if _WIDE_FORMAT.search(left) else 0
+        case _:
+            size = 0
+    if size > MAX_RENDERED_CHARS:
+        raise SecurityError(f"the result of {operator!r} would be too large")
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks assistant text for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes <, > and & for HTML, which a prompt must not contain.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateError(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

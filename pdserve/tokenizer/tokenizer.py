@@ -1,0 +1,103 @@
+"""A bundle at work: text and chat messages to ids, ids to text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+from tokenizers import Tokenizer as Backend
+
+from pdserve.errors import CheckpointError, InvalidRequest
+from pdserve.tokenizer.bundle import Bundle
+from pdserve.tokenizer.chat import ChatTemplate
+from pdserve.tokenizer.pieces import Pieces, plan_of
+
+
+class Tokenizer:
+    """Thread-safe after construction. Callers bound the length of what they encode.
+
+    Special-token text in a prompt is parsed as that token, as the reference implementation does.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        """Raises CheckpointError if the bundle's tokenizer is broken or uses an unsupported decoder."""
+        self.bundle = bundle
+        self._backend = load_backend(bundle.tokenizer_json)
+        self.vocab_size = vocab_size_of(self._backend)
+        if self.vocab_size != bundle.vocab_size:
+            raise CheckpointError(
+                f"the bundle states {bundle.vocab_size} ids, its tokenizer has {self.vocab_size}",
+                reason="BAD_TOKENIZER",
+                field="bundle.vocab_size",
+                remedy="build the bundle again from the model's files",
+            )
+        # Only the decoder is read from the JSON: the library does not show a decoder's parameters.
+        plan = plan_of(json.loads(bundle.tokenizer_json)["decoder"])
+        self.pieces = Pieces(self._backend, plan, frozenset(bundle.eos_ids))
+        self._chat = ChatTemplate(bundle.chat_template, bundle.special_tokens)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.bundle.chat_template)
+
+    def encode(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
+        """Ids of `text`; empty text gives only what `add_special` adds, perhaps nothing.
+
+        `add_special` adds what the model wants around a prompt, usually its begin token. A text
+        that already starts with the begin token does not get a second one. Raises InvalidRequest
+        for text that is not valid Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                "a lone surrogate is not a character",
+                reason="INVALID_TEXT",
+                field="prompt",
+                remedy="send valid Unicode",
+            ) from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        if add_special and self.bundle.add_bos and ids[1:2] == [self.bundle.bos_id]:
+            ids = ids[1:]
+        return tuple(ids)
+
+    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt text of a conversation. Raises InvalidRequest (see `chat.ChatTemplate.render`)."""
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def apply_chat(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """Ids of a conversation. Special tokens, the begin token too, are the template's business alone."""
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt), add_special=False)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids` as a text of their own, special tokens left out, broken characters as U+FFFD."""
+        from pdserve.tokenizer.detokenizer import IncrementalDetokenizer  # it needs this module's class
+
+        stream = IncrementalDetokenizer(self)
+        data = b"".join([*(stream.push(token) for token in ids), stream.flush()])
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's own bytes, a special token's name included; empty beyond the tokenizer."""
+        return self.pieces.text(token_id)
+
+
+def load_backend(tokenizer_json: str) -> Backend:
+    """Raises CheckpointError with the library's own reason."""
+    try:
+        return Backend.from_str(tokenizer_json)
+    except Exception as error:  # the library raises nothing more specific
+        raise CheckpointError(
+            f"the tokenizer cannot be loaded: {error}",
+            reason="BAD_TOKENIZER",
+            field="tokenizer.json",
+            remedy="get the model's files again, or save the tokenizer with a current version of its library",
+        ) from error
+
+
+def vocab_size_of(backend: Backend) -> int:
+    """Highest id plus one, added tokens included."""
+    ids: Iterable[int] = backend.get_vocab(with_added_tokens=True).values()
+    return max(ids, default=-1) + 1

@@ -1,0 +1,86 @@
+"""What an operator may set on a prefill worker. Standard library only besides the owners' settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.engine.plan import EngineConfig
+from pdserve.errors import ConfigError
+from pdserve.registry.settings import RegistrySettings
+from pdserve.rpc.settings import RpcSettings
+
+
+@dataclass(frozen=True)
+class PrefillSettings:
+    """Settings of one prefill worker; each has a default that works on a laptop."""
+
+    model: str = ""
+    """Path of the checkpoint: a Hugging Face directory, a .gguf file or a ModelSpec checkpoint."""
+
+    name: str = ""
+    """Served model name; empty: the checkpoint's own."""
+
+    worker_id: str = ""
+    """Name in the registry, unique in the pool; empty: made at start."""
+
+    host: str = "127.0.0.1"
+    """Interface to listen on. Anything but loopback needs rpc.allow_plaintext."""
+
+    port: int = 0
+    """Port to listen on; 0: any free one."""
+
+    advertise: str = ""
+    """host:port that others reach this worker by; empty: the address it listens on."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """Precision, page pool and threads."""
+
+    rpc: RpcSettings = field(default_factory=RpcSettings)
+    """Message size, keepalive, timeouts."""
+
+    registry: RegistrySettings = field(default_factory=RegistrySettings)
+    """Where the worker announces itself, and the lease it asks for."""
+
+    context_limit: int = 0
+    """Tokens of the longest prompt served; 0: the model's own limit."""
+
+    max_queue: int = 64
+    """Prompts that may wait for pages; one more is refused with RESOURCE_EXHAUSTED."""
+
+    max_running: int = 8
+    """Prompts that may hold pages at a time, those waiting for decode's acknowledgement included."""
+
+    chunk_tokens: int = 256
+    """Tokens of one engine step, over all prompts in it. Smaller: other prompts and cancellation come sooner."""
+
+    lease_s: float = 60.0
+    """Seconds a prompt may hold pages, from leaving the queue to decode's acknowledgement."""
+
+    reap_s: float = 0.25
+    """Seconds between two looks for leases and deadlines that are over."""
+
+    stall_s: float = 30.0
+    """Seconds one engine step may take before health reports the worker as not serving."""
+
+    grace_s: float = 30.0
+    """Seconds that prompts in flight get to finish when the worker is told to stop."""
+
+    def check(self) -> None:
+        """Raises ConfigError naming the first setting that cannot work."""
+        if self.max_queue < 1:
+            raise _wrong("max_queue", self.max_queue, "at least 1")
+        if self.max_running < 1:
+            raise _wrong("max_running", self.max_running, "at least 1")
+        if self.chunk_tokens < 2 * self.max_running:
+            raise _wrong("chunk_tokens", self.chunk_tokens, f"at least twice max_running ({2 * self.max_running})")
+        if self.context_limit < 0:
+            raise _wrong("context_limit", self.context_limit, "0 or a number of tokens")
+        for name in ("lease_s", "reap_s", "stall_s"):
+            if not getattr(self, name) > 0:
+                raise _wrong(name, getattr(self, name), "more than 0 seconds")
+        if self.grace_s < 0:
+            raise _wrong("grace_s", self.grace_s, "0 seconds or more")
+
+
+def _wrong(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{value!r} is not allowed", field=f"prefill.{name}", remedy=f"use {expected}")

@@ -1,0 +1,109 @@
+"""The router as one object: registry, pool, gateway gRPC and OpenAI HTTP, started and stopped together.
+
+    built --start()--> serving --drain()--> draining --stop()--> stopped
+
+With a memory:// registry the gateway's listener also serves the Registry to the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pdserve.errors import PdserveError
+from pdserve.registry.memory import MemoryRegistry
+from pdserve.registry.open import describe_url, open_registry
+from pdserve.registry.records import Registry
+from pdserve.registry.service import add_registry
+from pdserve.rpc.channel import ChannelPool
+from pdserve.rpc.server import Server
+from pdserve.v1 import gateway_pb2_grpc
+from router.gate import Gate
+from router.http_server import HttpServer
+from router.intake import Intake
+from router.openai_http import OpenAiApi
+from router.orchestrate import Orchestrator
+from router.pool import Pool
+from router.service import GatewayService
+from router.settings import RouterSettings
+from router.tokens import BundleCache
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """One router on the event loop that builds it.
+
+    Args:
+        settings: checked here.
+        registry: used instead of the one that `settings.registry.url` names; stays the caller's to close.
+
+    Raises ConfigError for settings that cannot work.
+    """
+
+    def __init__(self, settings: RouterSettings | None = None, registry: Registry | None = None) -> None:
+        self.settings = settings = settings or RouterSettings()
+        settings.check()
+        self._owns_registry = registry is None
+        self.registry = registry or open_registry(settings.registry.url, settings.registry, settings.rpc)
+        self.channels = ChannelPool(settings.rpc)
+        self.pool = Pool(self.registry, Gate(settings.allow_lossy), settings.refresh_s)
+        self.bundles = BundleCache(self.channels, settings.max_bundles, settings.rpc.call_timeout_s)
+        self.intake = Intake(self.pool, self.bundles, settings)
+        self.orchestrator = Orchestrator(self.pool, self.channels, settings)
+        self.grpc = self._gateway()
+        app = OpenAiApi(self.intake, self.orchestrator, self.pool, settings).app()
+        self.http = HttpServer(app, settings.http_interface, settings.http_port, settings.rpc)
+
+    @property
+    def address(self) -> str:
+        """host:port of the gRPC gateway (and of the embedded registry), once started."""
+        return self.grpc.address
+
+    @property
+    def http_address(self) -> str:
+        """host:port of the OpenAI HTTP API, once started."""
+        return self.http.address
+
+    async def start(self) -> None:
+        """Takes the first snapshot, then opens both doors.
+
+        Raises:
+            Unavailable: the registry cannot be reached.
+            ConfigError: a port is in use. Nothing is left running.
+        """
+        try:
+            await self.pool.start()
+            await self.grpc.start()
+            await self.http.start()
+        except PdserveError:
+            await self.stop()
+            raise
+        log.info("router: gRPC on %s, HTTP on %s", self.address, self.http_address)
+
+    async def drain(self, grace_s: float | None = None) -> None:
+        """Takes no new requests and gives those in flight `grace_s` seconds, then cancels them."""
+        grace_s = self.settings.grace_s if grace_s is None else grace_s
+        if self.grpc.address:
+            await self.grpc.set_serving(False)
+        await asyncio.gather(self.http.stop(grace_s), self.grpc.stop(grace_s))
+
+    async def stop(self) -> None:
+        """Ends everything now. Idempotent. No task, channel or socket is left."""
+        await self.drain(0.0)
+        await self.orchestrator.idle()
+        await self.pool.stop()
+        await self.bundles.close()
+        await self.channels.close()
+        if self._owns_registry:
+            await self.registry.close()
+
+    def _gateway(self) -> Server:
+        settings = self.settings
+        name = describe_url(settings.registry.url)
+        server = Server(settings.rpc, settings.host, settings.port)
+        gateway = GatewayService(self.intake, self.orchestrator, self.pool, settings, name)
+        server.add(gateway_pb2_grpc.add_GatewayServicer_to_server, gateway)
+        if isinstance(self.registry, MemoryRegistry):
+            add_registry(server, self.registry)
+        return server

@@ -1,0 +1,148 @@
+"""Which prefill worker may hand a cache to which decode worker, and why the others may not.
+
+Pure: worker records in, pairs and reasons out. Workers of one group have equal contracts
+in everything a handoff depends on, so one comparison per pair of groups is enough.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from cache_transfer.contract import INFORMATIONAL, WorkerContract, diff, refusals, sha256
+from pdserve.errors import FieldDifference, Incompatible, PdserveError, Unavailable
+from pdserve.registry.records import DECODE, PREFILL, WorkerRecord
+
+_REMEMBERED_COMPARISONS = 1024
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker as the router last heard of it."""
+
+    record: WorkerRecord
+    group: bytes  # equal for workers whose contracts agree in all but informational fields
+    contract_digest: bytes  # over the must-equal fields; kept, because it takes a while to compute
+    renewed_at: float = 0.0  # router's monotonic seconds; never later than the true renewal
+    expires_at: float = float("inf")
+
+    @property
+    def id(self) -> str:
+        return self.record.worker_id
+
+    @property
+    def address(self) -> str:
+        return self.record.endpoints[0].address
+
+
+@dataclass(frozen=True)
+class Pair:
+    prefill: Member
+    decode: Member
+    conversions: tuple[FieldDifference, ...] = ()  # what the receiver will convert
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        """Names this pair of boots: a restarted worker makes a new pair."""
+        return (self.prefill.record.incarnation, self.decode.record.incarnation)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Two groups that may not be paired."""
+
+    prefill_ids: tuple[str, ...]
+    decode_ids: tuple[str, ...]
+    differences: tuple[FieldDifference, ...]  # only those that refuse
+
+    def __str__(self) -> str:
+        reasons = "; ".join(str(difference) for difference in self.differences)
+        return f"{', '.join(self.prefill_ids)} -> {', '.join(self.decode_ids)} refused: {reasons}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate lets through of one model's ready workers."""
+
+    pairs: tuple[Pair, ...]
+    rejections: tuple[Rejection, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(str(rejection) for rejection in self.rejections)
+
+
+def group_key(contract: WorkerContract, digest: bytes) -> bytes:
+    """32 bytes over every field that decides or changes a handoff; `digest` is the contract's own."""
+    c = contract
+    fields = (digest, c.page_size, c.page_axis_order, c.device, c.kv_dtype, c.weight_dtype, c.activation_dtype)
+    return sha256("group", fields)
+
+
+class Gate:
+    """Compares groups, and remembers comparisons (bounded, least recently used goes first)."""
+
+    def __init__(self, allow_lossy: bool = False) -> None:
+        self._allow_lossy = allow_lossy
+        self._known: OrderedDict[tuple[bytes, bytes], tuple[FieldDifference, ...]] = OrderedDict()
+
+    def judge(self, members: Iterable[Member]) -> Verdict:
+        """Pairs every prefill member with every decode member that fits. Mutates only the memory."""
+        prefills: dict[bytes, list[Member]] = {}
+        decodes: dict[bytes, list[Member]] = {}
+        for member in members:
+            side = prefills if member.record.role == PREFILL else decodes
+            side.setdefault(member.group, []).append(member)
+        pairs: list[Pair] = []
+        rejections: list[Rejection] = []
+        for left in prefills.values():
+            for right in decodes.values():
+                differences = self._compare(left[0], right[0])
+                refused = refusals(differences, self._allow_lossy)
+                if refused:
+                    rejections.append(Rejection(tuple(m.id for m in left), tuple(m.id for m in right), refused))
+                else:
+                    pairs += [Pair(p, d, differences) for p in left for d in right]
+        return Verdict(tuple(pairs), tuple(rejections))
+
+    def differences(self, prefill: Member, decode: Member) -> tuple[FieldDifference, ...]:
+        """All differences of two workers, informational ones too (those are not remembered)."""
+        left, right = (replace(m.record.contract, planes=()) for m in (prefill, decode))
+        informational = tuple(d for d in diff(left, right) if d.kind == INFORMATIONAL)
+        return self._compare(prefill, decode) + informational
+
+    def fits(self, differences: tuple[FieldDifference, ...]) -> bool:
+        return not refusals(differences, self._allow_lossy)
+
+    def _compare(self, prefill: Member, decode: Member) -> tuple[FieldDifference, ...]:
+        key = (prefill.group, decode.group)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        found = diff(prefill.record.contract, decode.record.contract)
+        self._known[key] = tuple(d for d in found if d.kind != INFORMATIONAL)
+        if len(self._known) > _REMEMBERED_COMPARISONS:
+            self._known.popitem(last=False)
+        return self._known[key]
+
+
+def explain(members: Iterable[Member], verdict: Verdict, model: str) -> PdserveError:
+    """The error for a model that no pair can serve now; names the missing pool or the diff."""
+    roles = {member.record.role for member in members}
+    missing = [role for role in (PREFILL, DECODE) if role not in roles]
+    if missing:
+        pools = " and no ".join(missing)
+        return Unavailable(
+            f"no {pools} worker is ready for model {model!r}",
+            reason="NO_WORKER" if len(missing) == 2 else f"NO_{missing[0].upper()}_WORKER",
+            field="model",
+            remedy=f"start a {' and a '.join(missing)} worker, or wait until one is ready",
+        )
+    differences = tuple(dict.fromkeys(d for rejection in verdict.rejections for d in rejection.differences))
+    return Incompatible(
+        f"no prefill worker of model {model!r} fits a decode worker: {'; '.join(verdict.notes)}",
+        field=differences[0].code if differences else "model",
+        remedy="start both pools with the same model, tokenizer and precision",
+        differences=differences,
+    )

@@ -1,0 +1,84 @@
+"""uvicorn inside our own event loop: our socket, our signals, our end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from pdserve.errors import ConfigError, Internal
+from pdserve.rpc.settings import RpcSettings, check_plaintext, join_address
+
+
+class HttpServer:
+    """One listener. States: built -> start() -> serving -> stop() -> stopped."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, rpc: RpcSettings) -> None:
+        """Raises ConfigError when `host` is not loopback and plaintext is not allowed. Port 0: any free one."""
+        check_plaintext(host, rpc)
+        self._host = host
+        self._port = port
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+        self._server = _Embedded(config)
+        self._task: asyncio.Task[None] | None = None
+        self.address = ""
+
+    async def start(self) -> str:
+        """Binds and serves; returns "host:port" with the real port. Raises ConfigError if it cannot bind."""
+        listener = self._bind()
+        self.address = join_address(self._host, listener.getsockname()[1])
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http-server")
+        started = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            listener.close()
+            await self._task
+            raise Internal("the HTTP server ended as it started")
+        return self.address
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Takes no new connections, lets requests finish for `grace_s` seconds, cancels the rest. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        self._server.should_exit = True
+        await asyncio.wait({task}, timeout=grace_s)
+        late = tuple(self._server.server_state.tasks)
+        for request in late:
+            request.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        self._server.force_exit = True
+        await task
+
+    def _bind(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            return socket.create_server((self._host, self._port), family=family, backlog=512)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {join_address(self._host, self._port)}: {error.strerror}",
+                reason="CANNOT_BIND",
+                field="http_port",
+                remedy="stop the other process, or choose another port (0 takes any free one)",
+            ) from error
+
+
+class _Embedded(uvicorn.Server):
+    """uvicorn without signal handlers of its own, and with an event for "accepting now"."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()

@@ -1,0 +1,120 @@
+"""From what a caller asked to a checked request: every check that can be made before a worker is called."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pdserve.errors import InvalidRequest, NotFound, Unavailable
+from pdserve.request import SamplingParams, check_token_ids
+from pdserve.tokenizer import Tokenizer
+from router.gate import Member, Pair, Verdict, explain
+from router.placement import Room, check_prompt_length, widest
+from router.pool import Pool
+from router.request import Ask, Request
+from router.settings import RouterSettings
+from router.tokens import BundleCache, encode, holders, unknown_model
+
+
+class Intake:
+    def __init__(self, pool: Pool, bundles: BundleCache, settings: RouterSettings) -> None:
+        self._pool = pool
+        self._bundles = bundles
+        self._settings = settings
+
+    async def take(self, ask: Ask) -> Request:
+        """Checks, chooses the contract, tokenizes once, fixes seed and output limit.
+
+        Raises:
+            NotFound: unknown model or adapter.
+            InvalidRequest: an option or token id out of range, an empty or too long prompt.
+            Unavailable, Incompatible: no pair of workers can serve the model now.
+        """
+        received = time.monotonic()
+        ask.sampling.check()
+        if ask.adapter:
+            raise NotFound(
+                f"adapter {ask.adapter!r} is not served",
+                reason="UNKNOWN_ADAPTER",
+                field="adapter",
+                remedy="leave it out",
+            )
+        model = self._model(ask.model)
+        ready = self._pool.ready(model)
+        verdict = self._pool.gate.judge(ready)
+        if not verdict.pairs:
+            raise explain(ready, verdict, model)
+        pairs = favoured(verdict)
+        contract = pairs[0].prefill.record.contract
+        tokenizer = await self.tokenizer(ready, contract.tokenizer_digest)
+        ids = await encode(ask.prompt, tokenizer)
+        check_token_ids(ids, contract.vocab_size)
+        ask.sampling.check(contract.vocab_size)
+        limit = widest(pairs)
+        check_prompt_length(len(ids), limit)
+        timeout_s = min(self._settings.request_timeout_s, ask.timeout_s or float("inf"))
+        return Request(
+            id=f"req-{secrets.token_hex(12)}",
+            model=model,
+            tenant=self._settings.tenant,
+            prompt_ids=ids,
+            sampling=complete(ask.sampling, len(ids), limit),
+            contract_digest=pairs[0].prefill.contract_digest,
+            received=received,
+            deadline=received + timeout_s,
+            label=ask.label,
+            want_record=ask.want_record,
+            notes=verdict.notes,
+            tokenizer=tokenizer,
+        )
+
+    async def tokenizer(self, members: Sequence[Member], digest: bytes) -> Tokenizer | None:
+        """None for models without one (an empty digest)."""
+        return await self._bundles.get(digest, holders(members, digest)) if digest else None
+
+    def _model(self, name: str) -> str:
+        served = list(self._pool.models())
+        if not served:
+            raise Unavailable(
+                "no worker has registered with this router",
+                reason="NO_WORKER",
+                field="model",
+                remedy="start a prefill and a decode worker, or wait until they are ready",
+            )
+        if not name and len(served) == 1:
+            return served[0]
+        if not name:
+            raise InvalidRequest(
+                "several models are served",
+                reason="MODEL_REQUIRED",
+                field="model",
+                remedy=f"name one of: {', '.join(served)}",
+            )
+        if name not in served:
+            raise unknown_model(name, served)
+        return name
+
+
+def favoured(verdict: Verdict) -> tuple[Pair, ...]:
+    """The pairs of the contract that most pairs share: one request keeps to one model and tokenizer."""
+    votes = Counter(pair.prefill.contract_digest for pair in verdict.pairs)
+    winner = max(sorted(votes), key=lambda digest: votes[digest])
+    return tuple(pair for pair in verdict.pairs if pair.prefill.contract_digest == winner)
+
+
+def complete(sampling: SamplingParams, prompt_tokens: int, limit: Room) -> SamplingParams:
+    """Options with a seed and a max_tokens. A larger max_tokens is cut to what the context leaves."""
+    left = limit.total - prompt_tokens
+    max_tokens = left if sampling.max_tokens is None else min(sampling.max_tokens, left)
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"{sampling.min_tokens} is not allowed",
+            reason="INVALID_MIN_TOKENS",
+            field="min_tokens",
+            remedy=f"use at most {max_tokens}, which is what the context leaves after {prompt_tokens} prompt tokens",
+        )
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    return replace(sampling, seed=seed, max_tokens=max_tokens)

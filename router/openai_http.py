@@ -1,0 +1,258 @@
+"""The OpenAI HTTP API: chat completions, models, and the two health questions.
+
+An error before the first event has its own status; one that comes later is an event of its
+own, after which the stream ends without [DONE]. A client that goes away, or takes nothing for
+`client_stall_s`, cancels its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from pdserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    PdserveError,
+)
+from pdserve.rpc.events import Accepted, Finish, TokenBatch
+from router.backlog import Event
+from router.intake import Intake
+from router.openai_render import (
+    BODY_TOO_LARGE,
+    Completion,
+    Json,
+    dumps,
+    error_body,
+    error_status,
+    model,
+    models,
+    sse,
+)
+from router.openai_schema import ChatCompletionBody, parse_body
+from router.orchestrate import Orchestrator
+from router.pool import Pool
+from router.settings import RouterSettings
+from router.tokens import unknown_model
+from router.wire import settled
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class OpenAiApi:
+    """Starlette handlers over the router's parts."""
+
+    def __init__(self, intake: Intake, orchestrator: Orchestrator, pool: Pool, settings: RouterSettings) -> None:
+        self._intake = intake
+        self._orchestrator = orchestrator
+        self._pool = pool
+        self._settings = settings
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+                Route("/v1/models", self.list_models),
+                Route("/v1/models/{name:path}", self.get_model),
+                Route("/healthz", self.healthz),
+                Route("/readyz", self.readyz),
+            ],
+            exception_handlers={
+                PdserveError: _on_error,
+                HTTPException: _on_http_exception,
+                ClientDisconnect: _on_disconnect,
+                Exception: _on_bug,
+            },
+        )
+
+    async def chat_completions(self, http: Request) -> Response:
+        body = parse_body(await self._read_body(http))
+        return await while_connected(http.receive, self._answer(body))
+
+    async def list_models(self, http: Request) -> Response:
+        return reply(200, models(self._pool.models()))
+
+    async def get_model(self, http: Request) -> Response:
+        name = http.path_params["name"]
+        served = self._pool.models()
+        if name not in served:
+            raise unknown_model(name, list(served))
+        return reply(200, model(name, served[name]))
+
+    async def healthz(self, http: Request) -> Response:
+        return reply(200, {"status": "ok"})
+
+    async def readyz(self, http: Request) -> Response:
+        """Ready when at least one pair of workers fits; otherwise each model's reasons."""
+        verdicts = {name: self._pool.verdict(name) for name in self._pool.models()}
+        ready = [name for name, verdict in verdicts.items() if verdict.pairs]
+        notes = {name: list(verdict.notes) for name, verdict in verdicts.items()}
+        body = {"ready": bool(ready), "models": ready, "refused": notes, "warning": self._pool.warning}
+        return reply(200 if ready else 503, body)
+
+    async def _answer(self, body: ChatCompletionBody) -> Response:
+        """A complete answer, or the beginning of a stream: a failure up to here has a status of its own."""
+        request = await self._intake.take(body.ask())
+        completion = Completion(request, body.wants_usage)
+        events = self._orchestrator.generate(request)
+        started = False
+        try:
+            event = await anext(events)
+            while isinstance(event, Accepted):
+                event = await anext(events)
+            if body.stream:
+                started = True
+                return EventStreamResponse(_chunks(completion, event, events), self._settings.client_stall_s)
+            while isinstance(event, TokenBatch):
+                completion.take(event)
+                event = await anext(events)
+            return reply(200, completion.whole(_finish(event)))
+        finally:
+            if not started:
+                await events.aclose()
+
+    async def _read_body(self, http: Request) -> bytes:
+        """Raises InvalidRequest beyond the size limit, DeadlineExceeded for a body that does not come."""
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.client_stall_s):
+                async for piece in http.stream():
+                    data += piece
+                    if len(data) > self._settings.max_body_bytes:
+                        raise InvalidRequest(
+                            f"the body is larger than {self._settings.max_body_bytes} bytes",
+                            reason=BODY_TOO_LARGE,
+                            field="body",
+                            remedy="send less text",
+                        )
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request's body did not come in time", field="body") from error
+        return bytes(data)
+
+
+async def _chunks(
+    completion: Completion, event: Event, events: AsyncGenerator[Event, None]
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events from the first token on; closes `events`."""
+    async with aclosing(events):
+        try:
+            yield sse(completion.first())
+            while isinstance(event, TokenBatch):
+                chunk = completion.take(event)
+                if event.text or event.logprobs:
+                    yield sse(chunk)
+                event = await anext(events)
+            finish = _finish(event)
+            yield sse(completion.last(finish))
+            if completion.wants_usage:
+                yield sse(completion.usage(finish))
+            yield sse("[DONE]")
+        except PdserveError as error:
+            yield sse(error_body(error))
+
+
+def _finish(event: Event) -> Finish:
+    if not isinstance(event, Finish):
+        raise Internal(f"{type(event).__name__} instead of a finish", reason="UNEXPECTED_EVENT")
+    return event
+
+
+class EventStreamResponse(Response):
+    """Server-sent events. Ends its generator whatever happens: done, client gone, or client stuck."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], stall_s: float) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._stall_s = stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send_all(send))
+        except Cancelled as error:
+            log.info("stream ended early: %s", error)
+        finally:
+            await self._chunks.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self._chunks:
+            await self._send(send, chunk, more=True)
+        await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, chunk: bytes, more: bool) -> None:
+        try:
+            await asyncio.wait_for(
+                send({"type": "http.response.body", "body": chunk, "more_body": more}), self._stall_s
+            )
+        except TimeoutError as error:
+            raise Cancelled(f"the client took nothing for {self._stall_s:g} s") from error
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (then raises Cancelled).
+
+    The request's body must have been read.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return await task
+        raise Cancelled("the client has gone")
+    finally:
+        await settled(gone)
+        await settled(task)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+def reply(status: int, body: Json, headers: dict[str, str] | None = None) -> Response:
+    return Response(dumps(body), status, headers, media_type="application/json")
+
+
+def _error_reply(error: PdserveError) -> Response:
+    wait_s = -(-error.retry_after_ms // 1000)
+    return reply(error_status(error), error_body(error), {"retry-after": str(wait_s)} if wait_s else None)
+
+
+async def _on_error(http: Request, error: Exception) -> Response:
+    return _error_reply(error if isinstance(error, PdserveError) else Internal("the server failed"))
+
+
+async def _on_http_exception(http: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in OpenAI's shape too."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    wrong = f"{http.method} {http.url.path} is not served"
+    refused = NotFound(wrong, reason="UNKNOWN_URL", remedy="see /v1/models and /v1/chat/completions")
+    return reply(status, error_body(refused), dict(getattr(error, "headers", None) or {}))
+
+
+async def _on_disconnect(http: Request, error: Exception) -> Response:
+    return _error_reply(Cancelled("the client has gone"))
+
+
+async def _on_bug(http: Request, error: Exception) -> Response:
+    """Nothing of ours leaks; the traceback goes to the log with the exception that Starlette raises on."""
+    return _error_reply(Internal("the server failed", remedy="see the server's log"))

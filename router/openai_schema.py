@@ -1,0 +1,173 @@
+"""The body of /v1/chat/completions: what is understood, checked by name, as a typed request.
+
+Unknown fields are refused, because an option that is silently ignored looks as if it worked.
+Numbers are only typed here; their ranges are SamplingParams' business.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
+
+from pdserve.errors import InvalidRequest
+from pdserve.request import MAX_LOGPROBS, SamplingParams
+from router.request import Ask, ChatPrompt
+
+Number = StrictFloat | StrictInt
+Always1 = Annotated[StrictInt, Field(ge=1, le=1)]
+
+
+# Options that have the same name and meaning in SamplingParams.
+_PLAIN_OPTIONS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Message(_Strict):
+    """One turn. The fields below `name` exist because clients send answers back as they got them."""
+
+    role: StrictStr
+    content: StrictStr | list[TextPart] | None = None
+    name: StrictStr | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+    def plain(self) -> dict[str, str]:
+        parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content or ()]
+        named = {"name": self.name} if self.name else {}
+        return {"role": self.role, "content": "".join(parts), **named}
+
+
+class StreamOptions(_Strict):
+    include_usage: StrictBool = False
+
+
+class ChatCompletionBody(_Strict):
+    """OpenAI's fields that are served, and ours: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, ..."""
+
+    model: StrictStr
+    messages: list[Message]
+    max_tokens: StrictInt | None = None
+    max_completion_tokens: StrictInt | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    n: Always1 | None = None
+    stop: StrictStr | list[StrictStr] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    seed: StrictInt | None = None
+    logit_bias: dict[StrictStr, Number] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = None
+    min_tokens: StrictInt | None = None
+    ignore_eos: StrictBool | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: StrictStr | None = None  # accepted and ignored: a label of the caller's, never an identity
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def ask(self) -> Ask:
+        """Raises InvalidRequest for fields that contradict each other."""
+        return Ask(
+            prompt=ChatPrompt(tuple(message.plain() for message in self.messages)),
+            sampling=self.sampling(),
+            model=self.model,
+        )
+
+    def sampling(self) -> SamplingParams:
+        given = {name: value for name in _PLAIN_OPTIONS if (value := getattr(self, name)) is not None}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        return SamplingParams(
+            max_tokens=self._max_tokens(),
+            logprobs=self._logprobs(),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias={_token_id(key): float(bias) for key, bias in (self.logit_bias or {}).items()},
+            **given,
+        )
+
+    def _max_tokens(self) -> int | None:
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise _refused("max_tokens", f"{old} contradicts max_completion_tokens ({new})", "send only one of them")
+        return old if new is None else new
+
+    def _logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _refused("top_logprobs", "it needs logprobs", "set logprobs to true")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise _refused("top_logprobs", f"{self.top_logprobs} is not allowed", f"use 0 to {MAX_LOGPROBS}")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def parse_body(data: bytes) -> ChatCompletionBody:
+    """Raises InvalidRequest naming the first field that is unknown, missing or of the wrong type."""
+    try:
+        body = ChatCompletionBody.model_validate_json(data)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False)[0]) from error
+    if body.stream_options is not None and not body.stream:
+        raise _refused("stream_options", "it needs stream", "set stream to true, or leave it out")
+    return body
+
+
+def _explain(problem: Any) -> InvalidRequest:
+    where = _path(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return _refused(where, "this field is not supported", "leave it out", "UNKNOWN_FIELD")
+    if problem["type"] == "missing":
+        return _refused(where, "this field is missing", "send it", "MISSING_FIELD")
+    if problem["type"] == "json_invalid":
+        return _refused("", f"the body is not JSON: {problem['ctx']['error']}", "send a JSON object", "INVALID_JSON")
+    return _refused(where, str(problem["msg"]).lower(), "correct it")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """messages[0].content; without the type names that a union adds."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part not in ("str", "int", "float") and not part.startswith(("list[", "constrained-", "function-")):
+            text += f".{part}" if text else part
+    return text
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.removeprefix("-").isdigit()):
+        raise _refused("logit_bias", f"{key!r} is not a token id", "use token ids as keys")
+    return int(key)
+
+
+def _refused(field: str, problem: str, remedy: str, reason: str = "INVALID_FIELD") -> InvalidRequest:
+    return InvalidRequest(problem, reason=reason, field=field, remedy=remedy)

@@ -1,0 +1,205 @@
+"""Who is in the pools, as this router knows it: the registry's last snapshot, corrected locally.
+
+Producer: one background task that takes a snapshot every `refresh_s`. Consumers: requests
+and status, on the same event loop; they only read, so no request waits for the registry.
+Bound: one snapshot; corrections are at most one per request in flight or ended since the
+worker's last report.
+
+    member  -- a call to it fails at the transport -->  suspect (not in `ready`)
+    suspect -- heartbeat after the failure, or a new incarnation -->  member
+    member  -- lease over, or deregistered: absent from the snapshot -->  gone
+
+While the registry cannot be reached the last known pool stays in use and `warning` says so.
+For one lease after it is back, workers it has forgotten stay too: a registry that lost its
+memory learns of them with their next heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from pdserve.errors import PdserveError
+from pdserve.registry.records import PREFILL, READY, LiveRecord, Load, Registry
+from router.gate import Gate, Member, Verdict, group_key
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Job:
+    """This router's own work on one worker; `pool.begin` starts it, `pool.end` ends it."""
+
+    member: Member
+    prompt_tokens: int
+    pages: int
+    started: float
+    ended: float | None = None
+
+
+def corrected(load: Load, jobs: Iterable[Job], renewed_at: float, role: str) -> Load:
+    """The reported load plus our jobs begun since the report, minus those ended since."""
+    count = tokens = pages = 0
+    for job in jobs:
+        begun_since = job.started >= renewed_at
+        sign = int(begun_since and job.ended is None) - int(not begun_since and job.ended is not None)
+        count += sign
+        tokens += sign * job.prompt_tokens
+        pages += sign * job.pages
+    held = max(0, load.pages_held + pages)
+    if role == PREFILL:
+        queued = max(0, load.queued_tokens + tokens)
+        return replace(load, waiting=max(0, load.waiting + count), queued_tokens=queued, pages_held=held)
+    return replace(load, running=max(0, load.running + count), pages_held=held)
+
+
+class Pool:
+    """See the module's docstring. Belongs to one event loop."""
+
+    def __init__(
+        self, registry: Registry, gate: Gate, refresh_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.warning = ""  # set while the registry cannot be reached
+        self.gate = gate
+        self._registry = registry
+        self._refresh_s = refresh_s
+        self._clock = clock
+        self._members: dict[str, Member] = {}  # by worker id
+        self._renewals: dict[bytes, float] = {}  # incarnation -> last renewal
+        self._suspects: dict[bytes, float] = {}  # incarnation -> when a call to it failed
+        self._jobs: dict[bytes, list[Job]] = {}  # by incarnation
+        self._first_seen: dict[str, int] = {}  # model -> Unix seconds
+        self._grace_until = 0.0
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Takes the first snapshot and keeps taking them. Raises Unavailable without a registry."""
+        self._apply(self._clock(), await self._registry.snapshot())
+        self._task = asyncio.create_task(self._refresh_forever(), name="pool-refresh")
+
+    async def stop(self) -> None:
+        """Ends the background task. Idempotent; surfaces an error that ended the task early."""
+        self._stopping.set()
+        task, self._task = self._task, None
+        if task is not None:
+            await task
+
+    async def refresh(self) -> None:
+        """Takes one snapshot now; an unreachable registry becomes `warning`."""
+        asked_at = self._clock()  # before the call, so that renewals look older than they are, never newer
+        try:
+            records = await self._registry.snapshot()
+        except PdserveError as error:
+            if not self.warning:
+                log.warning("registry unreachable, serving from the last known pool: %s", error)
+            self.warning = f"registry unreachable, serving from the last known pool: {error}"
+            return
+        if self.warning:
+            log.warning("registry reachable again")
+            self.warning = ""
+            self._grace_until = self._clock() + max((m.record.lease_s for m in self._members.values()), default=0.0)
+        self._apply(asked_at, records)
+
+    def members(self) -> tuple[Member, ...]:
+        """Everyone known, in whatever state, by worker id."""
+        return tuple(self._members[worker_id] for worker_id in sorted(self._members))
+
+    def models(self) -> dict[str, int]:
+        """Served model names and when this router first saw them, in Unix seconds."""
+        return {name: self._first_seen[name] for name in sorted({m.record.model for m in self.members()})}
+
+    def ready(self, model: str) -> tuple[Member, ...]:
+        """Workers of a model that may be given work now."""
+        return tuple(m for m in self.members() if m.record.model == model and self.is_ready(m))
+
+    def is_ready(self, member: Member) -> bool:
+        return member.record.state == READY and not self._is_suspect(member)
+
+    def verdict(self, model: str) -> Verdict:
+        """The gate's word on the ready workers of a model."""
+        return self.gate.judge(self.ready(model))
+
+    def suspect(self, member: Member) -> None:
+        """Takes a worker out until it is heard of again: a call to it failed at the transport."""
+        log.warning("worker %s at %s does not answer, out of rotation", member.id, member.address)
+        self._suspects[member.record.incarnation] = self._clock()
+
+    def begin(self, member: Member, prompt_tokens: int, total_tokens: int) -> Job:
+        """Notes work given to a worker before its next report does. The caller must `end` it."""
+        pages = -(-total_tokens // member.record.contract.page_size)
+        job = Job(member, prompt_tokens, pages, self._clock())
+        self._jobs.setdefault(member.record.incarnation, []).append(job)
+        return job
+
+    def end(self, job: Job) -> None:
+        """Idempotent."""
+        if job.ended is None:
+            job.ended = self._clock()
+        self._drop_settled(job.member.record.incarnation)
+
+    def load(self, member: Member) -> Load:
+        """What the worker last reported, corrected by our own work since."""
+        jobs = self._jobs.get(member.record.incarnation, ())
+        return corrected(member.record.load, jobs, self._renewed_at(member.record.incarnation), member.record.role)
+
+    async def _refresh_forever(self) -> None:
+        while not await self._stopped_within(self._refresh_s):
+            await self.refresh()
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def _apply(self, asked_at: float, records: tuple[LiveRecord, ...]) -> None:
+        before = self._members
+        fresh = [self._member(live, asked_at) for live in records]
+        self._members = {member.id: member for member in fresh}
+        if asked_at < self._grace_until:
+            self._members = before | self._members
+        for member in fresh:
+            self._first_seen.setdefault(member.record.model, int(time.time()))
+        self._renewals = {m.record.incarnation: m.renewed_at for m in self._members.values()}
+        self._suspects = {i: at for i, at in self._suspects.items() if i in self._renewals and self._renewals[i] <= at}
+        for incarnation in tuple(self._jobs):
+            self._drop_settled(incarnation)
+
+    def _member(self, live: LiveRecord, asked_at: float) -> Member:
+        record = live.record
+        old = self._members.get(record.worker_id)
+        # A contract is fixed for a worker's life, so its digest is computed once.
+        if old is not None and old.record.incarnation == record.incarnation:
+            group, digest = old.group, old.contract_digest
+        else:
+            digest = record.contract.digest()
+            group = group_key(record.contract, digest)
+        expires_at = asked_at + live.lease_left_s
+        return Member(record, group, digest, renewed_at=expires_at - record.lease_s, expires_at=expires_at)
+
+    def _renewed_at(self, incarnation: bytes) -> float:
+        """When the worker last renewed; infinity for one that is gone, so that nothing waits for its report."""
+        return self._renewals.get(incarnation, float("inf"))
+
+    def _is_suspect(self, member: Member) -> bool:
+        failed_at = self._suspects.get(member.record.incarnation)
+        if failed_at is None:
+            return False
+        if self.warning:  # nobody can be heard of now: try again after a lease
+            return self._clock() < failed_at + member.record.lease_s
+        return True
+
+    def _drop_settled(self, incarnation: bytes) -> None:
+        """Forgets jobs that no longer correct anything: both ends lie on one side of the last report."""
+        renewed_at = self._renewed_at(incarnation)
+        jobs = self._jobs.get(incarnation, [])
+        open_jobs = [j for j in jobs if j.ended is None or j.started < renewed_at <= j.ended]
+        if open_jobs:
+            self._jobs[incarnation] = open_jobs
+        else:
+            self._jobs.pop(incarnation, None)

@@ -1,0 +1,62 @@
+"""What a caller asks, as it came through a door, and what the router made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdserve.request import SamplingParams
+from pdserve.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    messages: tuple[Mapping[str, str], ...]  # each with role and content
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    ids: tuple[int, ...]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request as parsed by a door: typed, but neither checked nor tokenized."""
+
+    prompt: Prompt
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    model: str = ""  # empty: the only one served
+    adapter: str = ""
+    label: str = ""  # the caller's own, for logs only
+    want_record: bool = False
+    timeout_s: float | None = None  # the caller's deadline, if it has one
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request. Its sampling has a seed and a max_tokens; its tokens fit the pool."""
+
+    id: str  # the router's own
+    model: str
+    tenant: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    contract_digest: bytes  # the must-equal contract whose tokenizer and vocabulary were used
+    received: float  # monotonic seconds
+    deadline: float  # monotonic seconds
+    label: str = ""
+    want_record: bool = False
+    notes: tuple[str, ...] = ()  # what the gate refused
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.sampling.max_tokens or 1

@@ -1,0 +1,158 @@
+"""The Gateway over gRPC: protobuf in, the router's own types inside, protobuf out."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from pdserve import __version__
+from pdserve.errors import Cancelled, InvalidRequest, PdserveError
+from pdserve.registry.records import DECODE, PREFILL
+from pdserve.registry.wire import status_to_proto
+from pdserve.rpc.convert import (
+    accepted_to_proto,
+    finish_to_proto,
+    record_to_proto,
+    sampling_from_proto,
+    tokens_to_proto,
+)
+from pdserve.rpc.events import Accepted, HandoffRecord, TokenBatch
+from pdserve.rpc.status import abort, difference_to_proto, to_detail
+from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
+from router.backlog import Event
+from router.gate import Member
+from router.intake import Intake
+from router.orchestrate import Orchestrator
+from router.pool import Pool
+from router.request import Ask, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.settings import RouterSettings
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GatewayService(gateway_pb2_grpc.GatewayServicer):
+    def __init__(
+        self, intake: Intake, orchestrator: Orchestrator, pool: Pool, settings: RouterSettings, registry_name: str
+    ) -> None:
+        self._intake = intake
+        self._orchestrator = orchestrator
+        self._pool = pool
+        self._settings = settings
+        self._registry_name = registry_name
+
+    # A coroutine that writes, not a generator: so the time a client takes for a message is ours to bound.
+    async def Generate(self, message: gateway_pb2.GenerateRequest, context: Context) -> None:
+        """Before the first token a failure is the status alone; afterwards an error event comes first."""
+        request = await self._intake.take(ask_from_proto(message, context.time_remaining()))
+        streaming = False
+        async with aclosing(self._orchestrator.generate(request)) as events:
+            try:
+                async for event in events:
+                    await self._write(context, event_to_proto(event))
+                    streaming = streaming or isinstance(event, TokenBatch)
+            except PdserveError as error:
+                if streaming:
+                    await self._write(context, gateway_pb2.GenerateEvent(error=to_detail(error)))
+                await abort(context, error)
+
+    async def ListModels(
+        self, message: gateway_pb2.ListModelsRequest, context: Context
+    ) -> gateway_pb2.ListModelsResponse:
+        models = self._pool.models()
+        found = [await self._model_info(name, created) for name, created in models.items()]
+        return gateway_pb2.ListModelsResponse(models=found)
+
+    async def Status(self, message: gateway_pb2.StatusRequest, context: Context) -> gateway_pb2.StatusResponse:
+        members = self._pool.members()
+        now = asyncio.get_running_loop().time()
+        return gateway_pb2.StatusResponse(
+            workers=[
+                status_to_proto(replace(m.record, load=self._pool.load(m)), max(0.0, m.expires_at - now))
+                for m in members
+            ],
+            pairs=pairs_to_proto(self._pool, members),
+            registry=self._registry_name,
+            registry_warning=self._pool.warning,
+            active_requests=self._orchestrator.active,
+            version=__version__,
+        )
+
+    async def _model_info(self, name: str, created: int) -> gateway_pb2.ModelInfo:
+        members = [member for member in self._pool.members() if member.record.model == name]
+        contract = members[0].record.contract
+        has_tokenizer = bool(contract.tokenizer_digest)
+        has_template = False
+        if has_tokenizer:
+            tokenizer = await self._intake.tokenizer(members, contract.tokenizer_digest)
+            has_template = tokenizer is not None and tokenizer.has_chat_template
+        return gateway_pb2.ModelInfo(
+            name=name,
+            context_limit=contract.context_limit,
+            vocab_size=contract.vocab_size,
+            model_digest=contract.model_digest,
+            has_tokenizer=has_tokenizer,
+            has_chat_template=has_template,
+            created_s=created,
+        )
+
+    async def _write(self, context: Context, event: gateway_pb2.GenerateEvent) -> None:
+        try:
+            await asyncio.wait_for(context.write(event), self._settings.client_stall_s)
+        except TimeoutError as error:
+            raise Cancelled(f"the client took nothing for {self._settings.client_stall_s:g} s") from error
+
+
+def ask_from_proto(message: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Ask:
+    return Ask(
+        prompt=prompt_from_proto(message),
+        sampling=sampling_from_proto(message.sampling),
+        model=message.model,
+        adapter=message.adapter,
+        label=message.request_id,
+        want_record=message.want_record,
+        timeout_s=timeout_s,
+    )
+
+
+def prompt_from_proto(message: gateway_pb2.GenerateRequest) -> Prompt:
+    """Raises InvalidRequest when there is none."""
+    kind = message.WhichOneof("prompt")
+    if kind == "text":
+        return TextPrompt(message.text)
+    if kind == "chat":
+        return ChatPrompt(tuple({"role": m.role, "content": m.content} for m in message.chat.messages))
+    if kind == "tokens":
+        return TokenPrompt(tuple(message.tokens.ids))
+    raise InvalidRequest(
+        "there is no prompt", reason="EMPTY_PROMPT", field="prompt", remedy="send text, chat messages or token ids"
+    )
+
+
+def event_to_proto(event: Event) -> gateway_pb2.GenerateEvent:
+    if isinstance(event, TokenBatch):
+        return gateway_pb2.GenerateEvent(tokens=tokens_to_proto(event))
+    if isinstance(event, Accepted):
+        return gateway_pb2.GenerateEvent(accepted=accepted_to_proto(event))
+    if isinstance(event, HandoffRecord):
+        return gateway_pb2.GenerateEvent(record=record_to_proto(event))
+    return gateway_pb2.GenerateEvent(finish=finish_to_proto(event))
+
+
+def pairs_to_proto(pool: Pool, members: tuple[Member, ...]) -> list[gateway_pb2.Pair]:
+    """The whole matrix, with every difference whether or not it refuses."""
+    pairs = []
+    for prefill in (m for m in members if m.record.role == PREFILL):
+        for decode in (m for m in members if m.record.role == DECODE):
+            differences = pool.gate.differences(prefill, decode)
+            pair = gateway_pb2.Pair(
+                prefill_worker=prefill.id,
+                decode_worker=decode.id,
+                fits=pool.gate.fits(differences),
+                differences=[difference_to_proto(d) for d in differences],
+            )
+            pairs.append(pair)
+    return pairs

@@ -1,0 +1,101 @@
+"""What an operator may set on a router. Standard library only besides the owners' settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.errors import ConfigError
+from pdserve.registry.settings import RegistrySettings
+from pdserve.rpc.settings import RpcSettings
+
+_SECONDS = ("request_timeout_s", "admit_timeout_s", "refresh_s", "client_stall_s", "settle_s")
+_COUNTS = ("max_active", "max_attempts", "backlog_tokens", "max_body_bytes", "max_bundles", "prefix_blocks")
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """Settings of one router; each has a default that works on a laptop."""
+
+    host: str = "127.0.0.1"
+    """Interface of the gRPC gateway. Anything but loopback needs rpc.allow_plaintext."""
+
+    port: int = 8470
+    """Port of the gRPC gateway, which also serves the embedded registry; 0: any free one."""
+
+    http_host: str = ""
+    """Interface of the OpenAI HTTP API; empty: the same as `host`."""
+
+    http_port: int = 8471
+    """Port of the OpenAI HTTP API; 0: any free one."""
+
+    tenant: str = "default"
+    """Tenant of every caller while there is no authentication. Never taken from a request."""
+
+    allow_lossy: bool = False
+    """Lets pairs differ in KV, weight and activation precision; workers must allow it too."""
+
+    request_timeout_s: float = 600.0
+    """Longest life of one request, all attempts and the whole answer included."""
+
+    admit_timeout_s: float = 10.0
+    """A decode worker that has not answered the opening of a request by then is given up."""
+
+    max_active: int = 256
+    """Requests in flight at a time; one more is refused with RESOURCE_EXHAUSTED."""
+
+    max_attempts: int = 16
+    """Pairs tried for one request before its first token."""
+
+    backlog_tokens: int = 1024
+    """Unread tokens kept for a slow client before its decode worker is made to wait."""
+
+    client_stall_s: float = 60.0
+    """A client that takes nothing for this long while there is something to take is disconnected."""
+
+    settle_s: float = 1.0
+    """How long a finished answer waits for the prefill worker's own numbers."""
+
+    grace_s: float = 30.0
+    """Seconds that requests in flight get to finish when the router is told to stop."""
+
+    refresh_s: float = 0.25
+    """Seconds between two snapshots of the registry."""
+
+    max_body_bytes: int = 4 << 20
+    """Largest HTTP request body."""
+
+    max_bundles: int = 8
+    """Tokenizers kept in memory."""
+
+    prefix_blocks: int = 65536
+    """Prompt blocks of 32 tokens whose last workers are remembered for placement."""
+
+    rpc: RpcSettings = field(default_factory=RpcSettings)
+    """Message size, keepalive, timeouts; allow_plaintext holds for HTTP too."""
+
+    registry: RegistrySettings = field(default_factory=RegistrySettings)
+    """Where workers announce themselves; memory:// embeds the registry in this process."""
+
+    @property
+    def http_interface(self) -> str:
+        return self.http_host or self.host
+
+    def check(self) -> None:
+        """Raises ConfigError naming the first setting that cannot work."""
+        for name in ("port", "http_port"):
+            if not 0 <= getattr(self, name) < 65536:
+                raise _wrong(name, getattr(self, name), "a port from 0 to 65535")
+        for name in _SECONDS:
+            if not 0 < getattr(self, name) < float("inf"):
+                raise _wrong(name, getattr(self, name), "more than 0 seconds")
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise _wrong(name, getattr(self, name), "at least 1")
+        if not 0 <= self.grace_s < float("inf"):
+            raise _wrong("grace_s", self.grace_s, "0 seconds or more")
+        if not self.tenant:
+            raise _wrong("tenant", self.tenant, "a name")
+
+
+def _wrong(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{value!r} is not allowed", field=f"router.{name}", remedy=f"use {expected}")

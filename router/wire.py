@@ -1,0 +1,246 @@
+"""Calls to workers as typed values: the one place where the router meets their protobuf.
+
+A call that breaks at the transport (no detail of ours in its status) raises Unavailable with
+reason WORKER_LOST, so that the caller can tell a dead worker from one that answered "no".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from cache_transfer.contract import HandoffIdentity, Ticket, WorkerContract
+from cache_transfer.wire import (
+    contract_from_proto,
+    contract_to_proto,
+    identity_from_proto,
+    identity_to_proto,
+    ticket_from_proto,
+    ticket_to_proto,
+)
+from pdserve.errors import DataLoss, DeadlineExceeded, FieldDifference, Internal, PdserveError, Unavailable
+from pdserve.rpc.channel import ChannelPool
+from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
+from pdserve.rpc.events import Finish, TokenBatch
+from pdserve.rpc.status import ERROR_KEY, difference_from_proto, from_detail, from_rpc_error
+from pdserve.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from router.request import Request
+
+WORKER_LOST = "WORKER_LOST"
+MAX_BUNDLE_BYTES = 256 << 20
+
+_LOST_CODES = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,  # not by us: our own cancellation never reads the status
+    grpc.StatusCode.INTERNAL,  # a reset stream; our handlers always send a detail
+    grpc.StatusCode.UNKNOWN,
+)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A decode worker took the request and expects this cache."""
+
+    ticket: Ticket
+    identity: HandoffIdentity
+    contract: WorkerContract
+    logits_only: bool
+    conversions: tuple[FieldDifference, ...]
+
+
+@dataclass(frozen=True)
+class PrefillReport:
+    """A prefill worker's own account of one prompt; fields as in the wire schema's RunResponse."""
+
+    computed_tokens: int
+    cached_tokens: int
+    sent_tokens: int
+    bytes_sent: int
+    frames_sent: int
+    queued_ms: float
+    prefill_ms: float
+    transfer_ms: float
+
+
+DecodeEvent = Admitted | Ticket | TokenBatch | Finish
+
+
+class DecodeCall:
+    """One Decode/Generate stream. An async context manager: leaving it cancels the call.
+
+    Order: open, next -> Admitted, then next until Finish; `retry` may come between Admitted
+    and the first tokens, and is answered by a Ticket. Errors are typed and raised by `next`.
+    """
+
+    def __init__(self, channels: ChannelPool, address: str, timeout_s: float) -> None:
+        self._address = address
+        stub: Any = decode_pb2_grpc.DecodeStub(channels.get(address))
+        self._call = stub.Generate(timeout=timeout_s)
+        self._reading: asyncio.Task[DecodeEvent] | None = None
+
+    async def __aenter__(self) -> DecodeCall:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._call.cancel()
+        if self._reading is not None:
+            await settled(self._reading)
+
+    async def open(self, request: Request, prefill_contract: WorkerContract) -> None:
+        opening = decode_pb2.DecodeOpen(
+            request_id=request.id,
+            model=request.model,
+            tenant=request.tenant,
+            prompt_ids=request.prompt_ids,
+            sampling=sampling_to_proto(request.sampling),
+            prefill_contract=contract_to_proto(prefill_contract),
+        )
+        await self._write(decode_pb2.DecodeRequest(open=opening))
+
+    async def retry(self, prefill_contract: WorkerContract) -> None:
+        """Asks for the ticket of the next attempt; the current one is revoked."""
+        retry = decode_pb2.DecodeRetry(prefill_contract=contract_to_proto(prefill_contract))
+        await self._write(decode_pb2.DecodeRequest(retry=retry))
+
+    def reading(self) -> asyncio.Task[DecodeEvent]:
+        """The read in progress. Waiting for it with a timeout is safe; cancelling it ends the call."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read(), name="decode-read")
+        return self._reading
+
+    async def next(self) -> DecodeEvent:
+        task = self.reading()
+        event = await task
+        self._reading = None
+        return event
+
+    async def _write(self, message: decode_pb2.DecodeRequest) -> None:
+        try:
+            await self._call.write(message)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            # The call has ended. Its status says why, and reading raises that.
+            return
+
+    async def _read(self) -> DecodeEvent:
+        try:
+            message = await self._call.read()
+        except grpc.RpcError as error:
+            raise call_error(error, self._address) from error
+        if message is grpc.aio.EOF:
+            raise lost(self._address, "the stream ended without a finish")
+        return _decode_event(message)
+
+
+def _decode_event(message: decode_pb2.DecodeEvent) -> DecodeEvent:
+    kind = message.WhichOneof("event")
+    if kind == "tokens":
+        return tokens_from_proto(message.tokens)
+    if kind == "finish":
+        return finish_from_proto(message.finish)
+    if kind == "ticket":
+        return ticket_from_proto(message.ticket)
+    if kind == "error":
+        raise from_detail(message.error)
+    if kind == "admitted":
+        a = message.admitted
+        return Admitted(
+            ticket=ticket_from_proto(a.ticket),
+            identity=identity_from_proto(a.identity),
+            contract=contract_from_proto(a.contract),
+            logits_only=a.logits_only,
+            conversions=tuple(difference_from_proto(d) for d in a.conversions),
+        )
+    raise Internal("a decode worker sent an event of an unknown kind", reason="UNKNOWN_EVENT", retryable=True)
+
+
+async def run_prefill(
+    channels: ChannelPool, address: str, request: Request, admitted: Admitted, ticket: Ticket, timeout_s: float
+) -> PrefillReport:
+    """Prefill/Run: returns when decode has acknowledged. Cancelling the coroutine cancels the work."""
+    run = prefill_pb2.RunRequest(
+        request_id=request.id,
+        model=request.model,
+        tenant=request.tenant,
+        prompt_ids=request.prompt_ids,
+        ticket=ticket_to_proto(ticket),
+        identity=identity_to_proto(admitted.identity),
+        logits_only=admitted.logits_only,
+        decode_contract=contract_to_proto(admitted.contract),
+    )
+    stub: Any = prefill_pb2_grpc.PrefillStub(channels.get(address))
+    try:
+        r: prefill_pb2.RunResponse = await stub.Run(run, timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise call_error(error, address) from error
+    return PrefillReport(
+        computed_tokens=r.computed_tokens,
+        cached_tokens=r.cached_tokens,
+        sent_tokens=r.sent_tokens,
+        bytes_sent=r.bytes_sent,
+        frames_sent=r.frames_sent,
+        queued_ms=r.queued_ms,
+        prefill_ms=r.prefill_ms,
+        transfer_ms=r.transfer_ms,
+    )
+
+
+async def fetch_bundle(channels: ChannelPool, address: str, digest: bytes, timeout_s: float) -> bytes:
+    """Worker/GetTokenizer: the whole bundle, not yet verified. Raises DataLoss for a wrong length."""
+    stub: Any = worker_pb2_grpc.WorkerStub(channels.get(address))
+    pieces: AsyncIterator[worker_pb2.BundlePiece] = stub.GetTokenizer(
+        worker_pb2.GetTokenizerRequest(digest=digest), timeout=timeout_s
+    )
+    data = bytearray()
+    total = 0
+    try:
+        async for piece in pieces:
+            total = piece.total_bytes
+            data += piece.data
+            if total > MAX_BUNDLE_BYTES or len(data) > total:
+                break
+    except grpc.RpcError as error:
+        raise call_error(error, address) from error
+    if not data or len(data) != total:
+        raise DataLoss(f"{address} sent {len(data)} of {total} tokenizer bytes", reason="BUNDLE_LENGTH")
+    return bytes(data)
+
+
+def call_error(error: grpc.RpcError, address: str) -> PdserveError:
+    """The typed error; WORKER_LOST when the worker itself did not say why."""
+    code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+    trailing: Iterable[tuple[str, str | bytes]] = ()
+    if hasattr(error, "trailing_metadata"):
+        trailing = error.trailing_metadata() or ()
+    if any(key == ERROR_KEY for key, _ in trailing):
+        return from_rpc_error(error, address)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"{address} did not finish within the request's deadline", field="deadline")
+    if code in _LOST_CODES:
+        return lost(address, str(from_rpc_error(error)))
+    return from_rpc_error(error, address)
+
+
+def lost(address: str, why: str) -> Unavailable:
+    return Unavailable(
+        f"the worker at {address} was lost: {why}", reason=WORKER_LOST, field="worker", remedy="send the request again"
+    )
+
+
+async def settled(task: asyncio.Task[Any]) -> None:
+    """Cancels a task and waits until it is over; its outcome is of no use any more."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,130 @@
+"""Tiny GGUF files written from a peer model, laid out as the format's converter does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+}
+_CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+F32 = gguf.GGMLQuantizationType.F32
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor | None] | None = None,
+    kind: gguf.GGMLQuantizationType = F32,
+    architecture: str = "",
+) -> Path:
+    """Writes `model`; `metadata` and `tensors` add to what follows from it, None takes away.
+
+    Matrices are stored as `kind`, vectors in fp32.
+    """
+    arch = model.config.model_type
+    values = {**_metadata(model.config, arch), **(metadata or {})}
+    stored = {**_tensors(model, arch), **(tensors or {})}
+    writer = gguf.GGUFWriter(path, architecture or arch)
+    for key, value in values.items():
+        if value is not None:
+            _adder(writer, value)(key, value)
+    for name, tensor in stored.items():
+        if tensor is not None:
+            data = tensor.detach().float().contiguous().numpy()
+            own = kind if data.ndim > 1 else F32
+            writer.add_tensor(name, gguf.quants.quantize(data, own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def pair_neighbours(weight: Tensor, heads: int) -> Tensor:
+    """Within each head row i of the first half and row i of the second become rows 2i and 2i + 1."""
+    first_and_second = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return first_and_second.swapaxes(1, 2).reshape(weight.shape)
+
+
+def llama3_divisors(parameters: Mapping[str, Any], dims: int) -> Tensor:
+    """[dims / 2] in fp32, one frequency at a time."""
+    low_wavelength = parameters["original_max_position_embeddings"] / parameters["low_freq_factor"]
+    high_wavelength = parameters["original_max_position_embeddings"] / parameters["high_freq_factor"]
+    divisors = []
+    for i in range(0, dims, 2):
+        wavelength = 2 * np.pi * parameters["rope_theta"] ** (i / dims)
+        if wavelength < high_wavelength:
+            divisors.append(1.0)
+        elif wavelength > low_wavelength:
+            divisors.append(parameters["factor"])
+        else:
+            smooth = parameters["original_max_position_embeddings"] / wavelength - parameters["low_freq_factor"]
+            smooth /= parameters["high_freq_factor"] - parameters["low_freq_factor"]
+            divisors.append(1 / ((1 - smooth) / parameters["factor"] + smooth))
+    return torch.tensor(divisors, dtype=torch.float32)
+
+
+def _metadata(config: Any, arch: str) -> dict[str, Any]:
+    common = {
+        f"{arch}.vocab_size": config.vocab_size,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+    }
+    if arch == "gpt2":
+        return common | {
+            f"{arch}.feed_forward_length": config.n_inner or 4 * config.n_embd,
+            f"{arch}.attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        }
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    return common | {
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{arch}.attention.key_length": head_dim,
+        f"{arch}.attention.value_length": head_dim,
+        f"{arch}.rope.dimension_count": head_dim,
+        f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+
+
+def _tensors(model: Any, arch: str) -> dict[str, Tensor]:
+    """Named by the format's own table of names."""
+    config = model.config
+    names = gguf.get_tensor_name_map(_ARCHITECTURES[arch], config.num_hidden_layers)
+    stored = {}
+    for key, tensor in model.state_dict().items():
+        if config.tie_word_embeddings and key == "lm_head.weight":
+            continue
+        if arch == "gpt2" and key.endswith(_CONV1D):
+            tensor = tensor.T
+        if arch == "llama" and ".q_proj." in key:
+            tensor = pair_neighbours(tensor, config.num_attention_heads)
+        if arch == "llama" and ".k_proj." in key:
+            tensor = pair_neighbours(tensor, config.num_key_value_heads)
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert name is not None, key
+        stored[name] = tensor
+    return stored
+
+
+def _adder(writer: Any, value: Any) -> Callable[[str, Any], None]:
+    kinds = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
+    adder: Callable[[str, Any], None] = getattr(writer, kinds[type(value)])
+    return adder

@@ -1,0 +1,154 @@
+"""The parity tests can fail: a plausible fault moves the logits by more than 100 times their tolerance.
+
+Each fault is planted in the loaded model or in the running engine; the same prompt, run
+through the same comparison, must then be far off the peer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache_transfer.contract import PositionScheme
+from pdserve.engine.engine import Engine
+from pdserve.engine.load import load_model
+from pdserve.engine.loaded import LoadedModel
+from tests.engine.loading import peers
+
+LENGTH = 23
+CUT = 9
+
+Fault = Callable[[LoadedModel], LoadedModel]
+
+
+def change_spec(**changes: Any) -> Fault:
+    return lambda model: dataclasses.replace(model, spec=dataclasses.replace(model.spec, **changes))
+
+
+def change_tensors(match: str, change: Callable[[Tensor, LoadedModel], Tensor]) -> Fault:
+    def plant(model: LoadedModel) -> LoadedModel:
+        tensors = {name: change(t, model) if match in name else t for name, t in model.tensors.items()}
+        return dataclasses.replace(model, tensors=tensors)
+
+    return plant
+
+
+def in_order(*faults: Fault) -> Fault:
+    def plant(model: LoadedModel) -> LoadedModel:
+        for fault in faults:
+            model = fault(model)
+        return model
+
+    return plant
+
+
+def next_kv_head(tensor: Tensor, model: LoadedModel) -> Tensor:
+    """Rows of KV head g move to g + 1, so that every query head reads a wrong one."""
+    return tensor.roll(model.spec.head_dim, 0)
+
+
+def pairs_not_reordered(tensor: Tensor, model: LoadedModel) -> Tensor:
+    heads = tensor.shape[0] // model.spec.head_dim
+    return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def without_qk_norm(model: LoadedModel) -> LoadedModel:
+    tensors = {name: t for name, t in model.tensors.items() if "q_norm" not in name and "k_norm" not in name}
+    return change_spec(qk_norm=False)(dataclasses.replace(model, tensors=tensors))
+
+
+def unscaled_rope(model: LoadedModel) -> LoadedModel:
+    scheme = model.spec.positions
+    return change_spec(positions=PositionScheme(kind="rope", theta=scheme.theta, dims=scheme.dims))(model)
+
+
+def zero(tensor: Tensor, model: LoadedModel) -> Tensor:
+    return torch.zeros_like(tensor)
+
+
+NO_POSITIONS = change_spec(positions=PositionScheme(kind="none"))
+OTHER_HEAD = in_order(change_tensors(".k.", next_kv_head), change_tensors(".v.", next_kv_head))
+
+FAULTS: Mapping[str, tuple[str, Fault]] = {
+    "llama: rope left out": ("llama", NO_POSITIONS),
+    "llama: wrong KV head": ("llama", OTHER_HEAD),
+    "llama: pairs not reordered": (
+        "llama",
+        in_order(change_tensors(".q.", pairs_not_reordered), change_tensors(".k.", pairs_not_reordered)),
+    ),
+    "llama: q bias left out": ("llama-biases", change_tensors(".q.bias", zero)),
+    "llama: mlp bias left out": ("llama-biases", change_tensors(".down.bias", zero)),
+    "llama3: scaling left out": ("llama3-scaled", unscaled_rope),
+    "mistral: rope left out": ("mistral", NO_POSITIONS),
+    "mistral: wrong KV head": ("mistral", OTHER_HEAD),
+    "mistral: window left out": ("mistral-short-window", change_spec(sliding_window=())),
+    "mistral: window one too long": ("mistral-short-window", change_spec(sliding_window=(6, 6, 6))),
+    "mistral: window one too short": ("mistral-short-window", change_spec(sliding_window=(4, 4, 4))),
+    "qwen2: rope left out": ("qwen2", NO_POSITIONS),
+    "qwen2: wrong KV head": ("qwen2", OTHER_HEAD),
+    "qwen2: bias left out": ("qwen2", change_tensors(".v.bias", zero)),
+    "qwen2: window on the wrong layers": ("qwen2-windows", change_spec(sliding_window=(5, 5, 0))),
+    "qwen3: rope left out": ("qwen3", NO_POSITIONS),
+    "qwen3: wrong KV head": ("qwen3", OTHER_HEAD),
+    "qwen3: q/k norm left out": ("qwen3", without_qk_norm),
+    "gpt2: position table shifted": ("gpt2", change_tensors("pos", lambda t, _: t.roll(1, 0))),
+    "gpt2: wrong head": ("gpt2", OTHER_HEAD),
+    "gpt2: matrix not transposed": ("gpt2", change_tensors(".o.weight", lambda t, _: t.T)),
+    "gpt2: another activation": ("gpt2", change_spec(activation="relu")),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def make(name: str) -> tuple[Any, Path]:
+        if name not in made:
+            model = peers.make_peer(name)
+            made[name] = (model, peers.save_peer(model, tmp_path_factory.mktemp(name)))
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_moves_the_logits(fault: str, checkpoints: Callable[[str], tuple[Any, Path]]) -> None:
+    name, plant = FAULTS[fault]
+    peer, path = checkpoints(name)
+    ids = peers.prompt(LENGTH)
+    broken = peers.engine_logits(peers.new_engine(plant(load_model(path, "fp32"))), ids)
+    assert peers.largest_difference(broken, peers.peer_logits(peer, ids)) > 100 * peers.TOLERANCE
+
+
+def shift_rotations(engine: Engine) -> None:
+    """Later tokens are placed one position too far; earlier keys stay where they are.
+
+    (Shifting all of them alike changes nothing: rotary attention sees differences only.)
+    """
+    assert engine.rotary is not None
+    engine.rotary.cos = engine.rotary.cos.roll(-1, 0)
+    engine.rotary.sin = engine.rotary.sin.roll(-1, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3-scaled", "mistral", "qwen2", "qwen3"])
+def test_position_shifted_after_a_chunk_moves_the_logits(
+    name: str, checkpoints: Callable[[str], tuple[Any, Path]]
+) -> None:
+    peer, path = checkpoints(name)
+    ids = peers.prompt(LENGTH)
+    engine = peers.new_engine(load_model(path, "fp32"))
+
+    def shift(start: int) -> None:
+        if start == CUT:
+            shift_rotations(engine)
+
+    got = peers.engine_logits(engine, ids, (CUT,), shift)
+    expected = peers.peer_logits(peer, ids)
+    assert peers.largest_difference(got[:CUT], expected[:CUT]) <= peers.TOLERANCE
+    assert peers.largest_difference(got[CUT:], expected[CUT:]) > 100 * peers.TOLERANCE
