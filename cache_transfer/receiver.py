@@ -185,7 +185,7 @@ class Receiver:
             error = failure
             raise
         except asyncio.CancelledError:
-            error = error and Cancelled("the sender went away before its commit", reason="SENDER_GONE")
+            error = error and _sender_gone()
             raise
         finally:
             await self._end_attempt(attempt, error)
@@ -236,8 +236,8 @@ class Receiver:
         commit = await self._next(stream, deadline, "the commit")
         if not isinstance(commit, Commit):
             raise _out_of_order(commit, "commit")
+        await attempt.writers.finish()  # a byte that did not verify is the more telling error
         _check_commit(commit, claim, coverage, manifest, message)
-        await attempt.writers.finish()
         return logits, ReceiveReport(manifest.frames, manifest.payload_bytes, time.monotonic() - granted_at)
 
     async def _next(self, stream: ReceiverStream, deadline: Deadline, what: str) -> Request | None:
@@ -279,15 +279,21 @@ def _check_commit(commit: Commit, claim: Claim, coverage: Coverage, manifest: di
         raise DataLoss(f"the commit came before {coverage.missing()}", reason="FRAMES_MISSING")
     expected = (manifest.frames, manifest.payload_bytes, claim.start, claim.end)
     stated = (commit.frames, commit.payload_bytes, commit.start, commit.end)
-    digest = manifest.digest(logits.digest, claim.start, claim.end)
-    if stated != expected or not digests.same(digest, commit.digest):
+    if stated != expected:
         raise DataLoss(f"the manifest says {stated}, received were {expected}", reason="MANIFEST")
+    if not digests.same(manifest.digest(logits.digest, claim.start, claim.end), commit.digest):
+        raise DataLoss("the manifest did not verify", reason="MANIFEST")
 
 
-def _out_of_order(message: Request | None, expected: str) -> InvalidRequest:
-    got = "the end of the stream" if message is None else type(message).__name__
+def _out_of_order(message: Request | None, expected: str) -> PdserveError:
+    if message is None:  # gRPC ends the messages of a cancelled call, too
+        return _sender_gone()
     return InvalidRequest(
-        f"{got} came where {expected} was due",
+        f"{type(message).__name__} came where {expected} was due",
         reason="MESSAGE_ORDER",
         remedy="send open, frames, logits, commit",
     )
+
+
+def _sender_gone() -> Cancelled:
+    return Cancelled("the sender went away before its commit", reason="SENDER_GONE")

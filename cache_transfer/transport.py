@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -71,11 +70,17 @@ class _GrpcStream:
     def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes], address: str) -> None:
         self._call = call
         self._address = address
+        # The public write() answers a failed write by replacing the status that the receiver
+        # sent with a bare INTERNAL (grpc issue 36066); the call underneath leaves it alone.
+        self._writer: Any = call._cython_call  # type: ignore[attr-defined]
 
     async def send(self, message: Outgoing) -> None:
         try:
-            await self._call.write(encode_request(message))
-        except (grpc.RpcError, asyncio.InvalidStateError):
+            await self._call.wait_for_connection()
+            await self._writer.send_serialized_message(encode_request(message))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._address) from None
+        except grpc.aio.InternalError:
             raise await self._failure() from None
 
     async def receive(self) -> Response | None:
@@ -92,9 +97,10 @@ class _GrpcStream:
         self._call.cancel()
 
     async def _failure(self) -> PdserveError:
-        """Why a write failed: the call is over, and its status says."""
+        """Why a write failed: the call is over, and its status, once it is here, says."""
+        await self._call.code()
         try:
-            await self._call.wait_for_connection()
+            await self._call.wait_for_connection()  # raises for a status that is not OK
         except grpc.RpcError as error:
             return from_rpc_error(error, self._address)
         return DataLoss("the receiver ended the stream before its acknowledgement", reason="STREAM_ENDED")

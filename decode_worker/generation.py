@@ -72,7 +72,7 @@ class Generation:
         self._prompt_tokens = len(prompt)
         self._ends = end_ids(params, eos_ids)
         self.sampler = Sampler(params, prompt, self._ends)
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, continuation=True)
         self._matcher = StopMatcher(params.stop)
 
     def accept(self, choice: Choice) -> TokenBatch:

@@ -93,16 +93,16 @@ class Handoffs:
     # -- towards the receiver --------------------------------------------------------------------
 
     async def grant(self, claim: Claim) -> PageSink:
-        """Waits for pages, in order; the receiver cancels the wait when the ticket expires. Raises Fenced if revoked."""
+        """Waits for pages, in order; the receiver ends the wait when the ticket expires. Raises Fenced if revoked."""
         sequence = self._sequence(claim)
         if claim.logits_only:
             return NoPages()
         loop = asyncio.get_running_loop()
-        granted: asyncio.Future[None] = loop.create_future()
-        request = self._scheduler.request_grant(sequence, lambda: granted.done() or granted.set_result(None))
+        granted = asyncio.Event()
+        request = self._scheduler.request_grant(sequence, granted.set)
         handed_out = False
         try:
-            await granted
+            await granted.wait()
             sink = SequenceSink(self._cache, sequence.pages, claim.start, claim.end)
             handed_out = True
         finally:

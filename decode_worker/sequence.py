@@ -21,6 +21,7 @@ Who holds its pages, by owner name in the BlockManager:
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -29,6 +30,8 @@ from decode_worker.admission import DecodeRequest
 from decode_worker.generation import Generation
 from decode_worker.stream import EventStream
 from pdserve.errors import Internal, PdserveError
+
+log = logging.getLogger(__name__)
 
 
 class State(StrEnum):
@@ -108,6 +111,7 @@ class Sequence:
         """Raises Internal for a step that the drawing above does not have."""
         if state not in _NEXT.get(self.state, frozenset()):
             raise Internal(f"{self.key} cannot go from {self.state} to {state}", reason="SEQUENCE_STATE")
+        log.debug("%s: %s -> %s", self.key, self.state, state)
         self.state = state
 
 

@@ -21,10 +21,12 @@ from decode_worker.admission import Admission, DecodeRequest
 from decode_worker.sequence import Sequence, State
 from decode_worker.stream import Event
 from pdserve.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest, PdserveError
+from pdserve.registry.worker_service import WorkerService
 from pdserve.rpc.convert import finish_to_proto, sampling_from_proto, tokens_to_proto
 from pdserve.rpc.events import Finish, TokenBatch
+from pdserve.rpc.server import Server
 from pdserve.rpc.status import to_detail
-from pdserve.v1 import decode_pb2, decode_pb2_grpc
+from pdserve.v1 import decode_pb2, decode_pb2_grpc, worker_pb2_grpc
 
 if TYPE_CHECKING:
     from decode_worker.worker import DecodeWorker
@@ -55,7 +57,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             raise
         finally:
             # Without effect on a sequence that has ended; otherwise the caller has gone.
-            self._worker.end(sequence, State.ABORTED, Cancelled("the caller closed the stream"))
+            self._worker.pipeline.end(sequence, State.ABORTED, Cancelled("the caller closed the stream"))
             retries.cancel()
             await settle((retries,))
 
@@ -77,9 +79,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             async for message in requests:
                 if message.WhichOneof("request") != "retry":
                     raise InvalidRequest("only `retry` may follow `open`", reason="UNEXPECTED_MESSAGE", field="request")
-                await self._worker.retry(sequence, contract_from_proto(message.retry.prefill_contract))
+                await self._worker.pipeline.retry(sequence, contract_from_proto(message.retry.prefill_contract))
         except PdserveError as error:
-            self._worker.end(sequence, State.FAILED, error)
+            self._worker.pipeline.end(sequence, State.FAILED, error)
 
     def _admitted(self, sequence: Sequence, admission: Admission, ticket: Ticket) -> decode_pb2.DecodeEvent:
         if sequence.identity is None:
@@ -134,6 +136,7 @@ def event_to_proto(event: Event) -> decode_pb2.DecodeEvent:
     return decode_pb2.DecodeEvent(ticket=ticket_to_proto(event))
 
 
-def register(service: DecodeService, server: Any) -> None:
-    """For `pdserve.rpc.server.Server.add`."""
-    decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
+def add_services(server: Server, worker: DecodeWorker) -> None:
+    """Decode and Worker, on a server that has not started yet."""
+    server.add(decode_pb2_grpc.add_DecodeServicer_to_server, DecodeService(worker))
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(worker))

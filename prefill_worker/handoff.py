@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cache_transfer.sender import HandoffSender, SendReport
+from cache_transfer.transport import Transport
 from pdserve.errors import DeadlineExceeded, Incompatible, Internal, InvalidRequest, PdserveError, Refused
 from prefill_worker.admission import PrefillRequest
 from prefill_worker.scheduler import Prompt, State
@@ -45,6 +46,8 @@ class Job:
 
     request: PrefillRequest
     prompt: Prompt
+    address: str  # of the decode worker's Transfer service
+    transport: Transport  # to it
     result: asyncio.Future[PrefillResult]
     received: float  # monotonic seconds, as all times here
     admitted: float = 0.0

@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from cache_transfer.contract import HandoffIdentity, Ticket, check_compatible, check_identity, prompt_digest
-from pdserve.errors import DeadlineExceeded, Exhausted, Internal, PdserveError
+from pdserve.errors import DeadlineExceeded, Exhausted, Internal, PdserveError, Refused
 from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.events import Accepted, Finish, TokenBatch
 from router.backlog import Backlog, Event
@@ -37,6 +37,9 @@ from router.record import Account
 from router.request import Request
 from router.settings import RouterSettings
 from router.wire import WORKER_LOST, Admitted, DecodeCall, DecodeEvent, PrefillReport, lost, run_prefill, settled
+
+# A worker's own time limit or state, which another worker need not share.
+_MOVABLE = (DeadlineExceeded, Refused)
 
 
 class Orchestrator:
@@ -114,13 +117,14 @@ class Orchestrator:
             try:
                 return await self._on_pair(pair, account, backlog)
             except PdserveError as error:
-                self._judge(pair.decode, error, account)
+                if error is not account.last_error:  # else a prefill worker's, judged already
+                    self._judge(pair.decode, error, account)
 
     def _judge(self, member: Member, error: PdserveError, account: Account) -> None:
         """Returns if another attempt may follow; otherwise raises the error."""
         if error.reason == WORKER_LOST:
             self._pool.suspect(member)
-        if account.started or not error.retryable:
+        if account.started or not (error.retryable or isinstance(error, _MOVABLE)):
             raise error
         account.failed(member, error)
 
@@ -198,11 +202,11 @@ class Orchestrator:
                 raise error
             self._judge(pair.prefill, error, account)
             pair = self._choose(account, pair.decode)
-            account.attempt(pair)
             await call.retry(pair.prefill.record.contract)
             event = await call.next()
-            if not isinstance(event, Ticket):
-                raise unexpected(event, "instead of a new ticket")
+            if not isinstance(event, Ticket):  # the cache had arrived whole before prefill failed
+                return await self._stream(event, call, None, account, backlog)
+            account.attempt(pair)
             ticket = event
 
     @asynccontextmanager
@@ -226,7 +230,7 @@ class Orchestrator:
         self,
         event: DecodeEvent,
         call: DecodeCall,
-        prefill: asyncio.Task[PrefillReport],
+        prefill: asyncio.Task[PrefillReport] | None,
         account: Account,
         backlog: Backlog,
     ) -> Finish:
@@ -237,17 +241,22 @@ class Orchestrator:
             event = await call.next()
         if not isinstance(event, Finish):
             raise unexpected(event, "among the tokens")
+        if prefill is not None:
+            await self._settle(prefill, account)
+        self._remember(account)
+        if account.request.want_record:
+            await backlog.put(account.record())
+        await backlog.put(account.finish(event))
+        return event
+
+    async def _settle(self, prefill: asyncio.Task[PrefillReport], account: Account) -> None:
+        """Takes the prefill worker's figures; the answer is complete without them."""
         done, _ = await asyncio.wait({prefill}, timeout=self._settings.settle_s)
         error = prefill.exception() if done else None
         if done and error is None:
             account.report = prefill.result()
         else:
             account.note(f"prefill worker {account.prefill_worker} gave no account: {error or 'still running'}")
-        self._remember(account)
-        if account.request.want_record:
-            await backlog.put(account.record())
-        await backlog.put(account.finish(event))
-        return event
 
     def _remember(self, account: Account) -> None:
         """Both workers of the pair now hold this prompt."""

@@ -7,7 +7,7 @@ reason WORKER_LOST, so that the caller can tell a dead worker from one that answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -222,7 +222,7 @@ async def fetch_bundle(channels: ChannelPool, address: str, digest: bytes, timeo
 def call_error(error: grpc.RpcError, address: str) -> PdserveError:
     """The typed error; WORKER_LOST when the worker itself did not say why."""
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
-    trailing: Iterable[tuple[str, str | bytes]] = ()
+    trailing: Any = ()  # gRPC's types do not say that its metadata iterates as pairs
     if hasattr(error, "trailing_metadata"):
         trailing = error.trailing_metadata() or ()
     if any(key == ERROR_KEY for key, _ in trailing):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pdserve.cli.ask import Ask, Event, ask_gateway, ask_local
+from pdserve.cli.ask import Ask, ask_gateway, ask_local
 from pdserve.cli.console import err, show_record, write
+from pdserve.client import Event, Finish, HandoffRecord, Tokens
 from pdserve.errors import InvalidRequest, PdserveError
 from pdserve.request import SamplingParams
-from pdserve.rpc.events import Finish, HandoffRecord, TokenBatch
 
 Option = typer.Option
 
@@ -23,7 +24,9 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt. '-', or nothing with a pipe, reads standard input.")
     ] = None,
-    chat: Annotated[bool, Option("--chat", help="Send the prompt as a user message through the chat template.")] = False,
+    chat: Annotated[
+        bool, Option("--chat", help="Send the prompt as a user message through the chat template.")
+    ] = False,
     system: Annotated[str, Option(help="System message; implies --chat.")] = "",
     messages: Annotated[
         Path | None, Option(help='JSON file with chat messages: [{"role": "user", "content": "..."}].')
@@ -95,15 +98,17 @@ def show_events(events: Iterable[Event], *, as_json: bool = False) -> None:
     for event in events:
         if as_json:
             write(json.dumps(_event_json(event)) + "\n")
-        elif isinstance(event, TokenBatch):
-            write(event.text.decode("utf-8", "replace"))
+        elif isinstance(event, Tokens):
+            write(event.text)
         elif isinstance(event, HandoffRecord):
             ended = _end_line(ended)
             show_record(event)
         elif isinstance(event, Finish):
             ended = _end_line(ended)
             usage = event.usage
-            err.print(f"[{event.reason}: {usage.prompt_tokens} prompt, {usage.output_tokens} output tokens]", markup=False)
+            err.print(
+                f"[{event.reason}: {usage.prompt_tokens} prompt, {usage.output_tokens} output tokens]", markup=False
+            )
 
 
 def _end_line(ended: bool) -> bool:
@@ -113,23 +118,10 @@ def _end_line(ended: bool) -> bool:
 
 
 def _event_json(event: Event) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, bytes):
-            return value.decode("utf-8", "replace")
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(item) for item in value]
-        return value
-
-    return {"event": type(event).__name__, **plain(asdict(event))}
+    return {"event": type(event).__name__.lower(), **asdict(event)}
 
 
-def _parse_prompt(
-    prompt: str | None, chat: bool, system: str, messages: Path | None, token_ids: str
-) -> dict[str, Any]:
+def _parse_prompt(prompt: str | None, chat: bool, system: str, messages: Path | None, token_ids: str) -> dict[str, Any]:
     """Exactly one of text, messages, token_ids."""
     given = [name for name, value in (("--messages", messages), ("--token-ids", token_ids)) if value]
     if given and prompt is not None:

@@ -61,34 +61,23 @@ def lay_out(plan: StepPlan, cache: PagedCache) -> Batch:
     many = [chunk for chunk in plan.chunks if len(chunk.ids) > 1]
     ones = sorted((chunk for chunk in plan.chunks if len(chunk.ids) == 1), key=lambda chunk: chunk.start)
     chunks = many + ones
-    device = cache.storage.device
-    ids = [token for chunk in chunks for token in chunk.ids]
-    positions = [chunk.start + i for chunk in chunks for i in range(len(chunk.ids))]
-    slots = [slot for chunk in chunks for slot in cache.slots(_written(chunk), chunk.pages)]
-    stale = [slot for chunk in chunks for slot in _stale(chunk, cache)]
     wanted: list[tuple[str, int, int]] = []
     rows: list[int] = []
     row = 0
     for chunk in chunks:
-        count = {"none": 0, "last": 1, "all": len(chunk.ids)}[chunk.logits]
-        end = row + len(chunk.ids)
-        if count:
-            wanted.append((chunk.key, len(rows), len(rows) + count))
-        rows.extend(range(end - count, end))
-        row = end
-    groups = [_prefill_group(chunk, cache) for chunk in many] + _decode_groups(ones, cache)
-    row = 0
-    for group in groups:
-        group.first_row += row
-        group.end_row += row
-        row = group.end_row
+        found = _wanted_rows(chunk, row)
+        if found:
+            wanted.append((chunk.key, len(rows), len(rows) + len(found)))
+        rows.extend(found)
+        row += len(chunk.ids)
+    device = cache.storage.device
     return Batch(
         chunks=chunks,
-        ids=_int64(ids, device),
-        positions=_int64(positions, device),
-        slots=_int64(slots, device),
-        stale=_int64(stale, device),
-        groups=groups,
+        ids=_int64([token for chunk in chunks for token in chunk.ids], device),
+        positions=_int64([position for chunk in chunks for position in _positions(chunk)], device),
+        slots=_int64([slot for chunk in chunks for slot in cache.slots(_written(chunk), chunk.pages)], device),
+        stale=_int64([slot for chunk in chunks for slot in _stale(chunk, cache)], device),
+        groups=_groups(many, ones, cache),
         wanted=wanted,
         wanted_rows=_int64(rows, device),
     )
@@ -155,6 +144,27 @@ def _stale(chunk: Chunk, cache: PagedCache) -> Sequence[int]:
     if end % size == 0 or (len(chunk.ids) == 1 and chunk.start % size):
         return ()
     return cache.slots((end, -(-end // size) * size), chunk.pages)
+
+
+def _positions(chunk: Chunk) -> range:
+    """Positions count from the sequence's start, not from the chunk's."""
+    return range(chunk.start, chunk.start + len(chunk.ids))
+
+
+def _wanted_rows(chunk: Chunk, first_row: int) -> range:
+    """The rows whose logits a chunk asks for."""
+    end = first_row + len(chunk.ids)
+    return range(end - {"none": 0, "last": 1, "all": len(chunk.ids)}[chunk.logits], end)
+
+
+def _groups(many: list[Chunk], ones: list[Chunk], cache: PagedCache) -> list[Group]:
+    groups = [_prefill_group(chunk, cache) for chunk in many] + _decode_groups(ones, cache)
+    row = 0
+    for group in groups:
+        group.first_row += row
+        group.end_row += row
+        row = group.end_row
+    return groups
 
 
 def _prefill_group(chunk: Chunk, cache: PagedCache) -> Group:

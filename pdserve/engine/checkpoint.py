@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,7 +39,7 @@ def save_spec_checkpoint(path: str | Path, spec: ModelSpec, tensors: Mapping[str
     metadata = {_VERSION_KEY: str(VERSION), _SPEC_KEY: json.dumps(dataclasses.asdict(spec), sort_keys=True)}
     try:
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, metadata=metadata)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be written: {error}", field=str(path), reason="BAD_FILE") from error
 
 

@@ -5,7 +5,9 @@ size or cache state. Two rules make that so:
 
 - Everything that works row by row (norms, projections, MLP, head) runs on tiles of exactly
   ROWS rows, padded with zero rows, in fresh aligned memory: a matrix product of another
-  height may sum in another order.
+  height may sum in another order. Both sides of a weight are padded to whole vectors with
+  zeros, because kernels treat left-over columns, and rows that start off a vector boundary,
+  in their own ways.
 - Attention reads keys in blocks of KEYS positions that start at absolute position 0, in
   ascending order, with a running softmax on one fixed shape. A block that a query may not
   see multiplies its state by exactly one and adds exactly zero, so reading further blocks
@@ -27,6 +29,7 @@ from pdserve.errors import Internal
 
 ROWS = 16
 KEYS = 64
+_VECTOR = 16  # elements
 _COLUMNS = 1024  # ROWS * _COLUMNS elements stay below torch's threshold for splitting over threads
 
 RowFunction = Callable[..., tuple[Tensor, ...]]
@@ -37,6 +40,21 @@ def in_tiles(function: RowFunction, *rows: Tensor) -> tuple[Tensor, ...]:
     count = rows[0].shape[0]
     tiles = [function(*(_tile(r, first) for r in rows)) for first in range(0, count, ROWS)]
     return tuple(torch.cat(parts)[:count] for parts in zip(*tiles, strict=True))
+
+
+class PaddedLinear:
+    """x W^T + b on tiles [ROWS, inputs]; holds a copy of W only where its sides are not whole vectors."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.outputs, inputs = weight.shape
+        self._columns = -inputs % _VECTOR
+        rows = -self.outputs % _VECTOR
+        self.weight = F.pad(weight, (0, self._columns, 0, rows)) if rows or self._columns else weight
+        self.bias = F.pad(bias, (0, rows)) if rows and bias is not None else bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, self._columns)) if self._columns else x.contiguous()
+        return F.linear(x, self.weight, self.bias)[:, : self.outputs]
 
 
 def activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -56,8 +74,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, scale: f
 
     Query i sees the keys [first[i], end[i]). Returns [n, Hq, d].
     """
-    kv_heads, keys, d = k.shape
-    k, v = (F.pad(t, (0, 0, 0, -keys % KEYS)) for t in (k, v))
+    kv_heads, keys, width = k.shape
+    q = F.pad(q, (0, -width % _VECTOR))
+    k, v = (F.pad(t, (0, -width % _VECTOR, 0, -keys % KEYS)) for t in (k, v))
+    d = q.shape[-1]
     outputs = []
     for row in range(0, q.shape[0], ROWS):
         tile = _tile(q, row).view(ROWS, kv_heads, -1, d).permute(1, 0, 2, 3).reshape(kv_heads, -1, d)
@@ -65,7 +85,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, scale: f
         group = tile.shape[1] // ROWS
         out = _attend_tile(tile, k, v, low.repeat_interleave(group), high.repeat_interleave(group), scale, soft_cap)
         outputs.append(out.view(kv_heads, ROWS, group, d).permute(1, 0, 2, 3).reshape(ROWS, -1, d))
-    return torch.cat(outputs)[: q.shape[0]]
+    return torch.cat(outputs)[: q.shape[0], :, :width]
 
 
 def _attend_tile(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, scale: float, soft_cap: float) -> Tensor:

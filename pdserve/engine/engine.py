@@ -21,6 +21,7 @@ from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.model import Decoder
 from pdserve.engine.plan import EngineConfig, StepCounters, StepOutput, StepPlan
 from pdserve.engine.positions import RotaryTable
+from pdserve.engine.trace import LayerTrace, StepTrace
 from pdserve.engine.weights import check_tensors
 from pdserve.errors import Cancelled, ConfigError
 
@@ -88,31 +89,39 @@ class Engine:
         *,
         on_layer: OnLayer | None = None,
         cancelled: Callable[[], bool] | None = None,
+        trace: StepTrace | None = None,
     ) -> StepOutput:
         """Runs every chunk of the plan through all layers; writes its K and V into its pages.
 
         on_layer(layer) is called, in this thread, as soon as K and V of that layer are final
-        for every chunk. cancelled() is asked between layers. Raises InvalidRequest or
+        for every chunk. cancelled() is asked between layers. trace collects what `checks`
+        compares. Raises InvalidRequest or
         Internal before the first layer, Cancelled between layers; after either the pages'
         written range is undefined.
         """
         check_plan(plan, self.spec, self.cache)
         with torch.inference_mode():
             batch = lay_out(plan, self.cache)
-            x, counters = self._layers(batch, on_layer, cancelled)
-            scores = self._logits(x[batch.wanted_rows])
+            if trace is not None:
+                trace.plan, trace.batch = plan, batch
+            x, counters = self._layers(batch, on_layer, cancelled, trace)
+            scores = self.decoder_logits(x[batch.wanted_rows])
         out = torch.empty(scores.shape, dtype=wide(self.dtype), device=self.device)
         out.copy_(scores)  # outside inference mode: a sampler may change it in place
         return StepOutput({key: out[first:end] for key, first, end in batch.wanted}, counters)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def decoder_logits(self, x: Tensor) -> Tensor:
         """Rows of the residual stream [R, width] -> raw scores [R, vocab_size]."""
         if not x.shape[0]:
             return x.new_empty(0, self.spec.vocab_size)
         return self._rows(lambda rows: (self.decoder.logits(rows),), x)[0]
 
     def _layers(
-        self, batch: Batch, on_layer: OnLayer | None, cancelled: Callable[[], bool] | None
+        self,
+        batch: Batch,
+        on_layer: OnLayer | None,
+        cancelled: Callable[[], bool] | None,
+        trace: StepTrace | None,
     ) -> tuple[Tensor, StepCounters]:
         """The residual stream after the last layer, [T, width], and the work done."""
         decoder = self.decoder
@@ -131,7 +140,10 @@ class Engine:
             read = reads[self.spec.window(layer)]
             o = self._attention(layer, q, batch, read)
             counters += StepCounters(k.shape[0], read.pairs * q.shape[1])
-            (x,) = self._rows(lambda *r, at=layer: (decoder.attention_output(at, *r),), x, o)
+            (y,) = self._rows(lambda *r, at=layer: (decoder.attention_output(at, *r),), x, o)
+            if trace is not None:
+                trace.layers.append(LayerTrace(x, q, k, v, o, y, read.first, read.end))
+            x = y
         return x, counters
 
     def _attention(self, layer: int, q: Tensor, batch: Batch, read: Reads) -> Tensor:
@@ -193,6 +205,15 @@ class Engine:
             deterministic.check_rows("attention inputs", lambda *r: decoder.attention_inputs(0, *r), x, cos, sin)
             deterministic.check_rows("attention output", lambda *r: (decoder.attention_output(0, *r),), x, o)
             deterministic.check_rows("logits", lambda r: (decoder.logits(r),), x)
+            keys = torch.randn(2, spec.kv_heads, 100, spec.head_dim, generator=generator, dtype=wide(self.dtype))
+            end = torch.arange(deterministic.ROWS, device=self.device) * 6 + 1
+            k, v = keys.to(self.device)
+            deterministic.check_rows(
+                "attention",
+                lambda q, e: (deterministic.attend(q, k, v, e * 0, e, spec.scale, 0.0),),
+                o.to(k.dtype),
+                end,
+            )
 
 
 class Reads:

@@ -40,8 +40,9 @@ class Fields:
             )
         return value
 
-    def integer(self, key: str, default: Any = _MISSING, *, minimum: int = 1) -> int:
-        value: int = self._typed(key, default, lambda v: _is_integer(v) and v >= minimum, f"an integer >= {minimum}")
+    def integer(self, key: str, default: Any = _MISSING, *, minimum: int = 1, maximum: int = 2**62) -> int:
+        what = f"an integer from {minimum}" + (f" to {maximum}" if maximum < 2**62 else "")
+        value: int = self._typed(key, default, lambda v: _is_integer(v) and minimum <= v <= maximum, what)
         return value
 
     def number(self, key: str, default: Any = _MISSING) -> float:

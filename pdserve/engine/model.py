@@ -54,20 +54,27 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
 
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
+
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+Product = Linear | deterministic.PaddedLinear
 
 
 @dataclass(frozen=True)
 class Layer:
     attn_norm: Norm
-    qkv: Linear  # width -> (Hq + 2 Hkv) * d
+    qkv: Product  # width -> (Hq + 2 Hkv) * d
     q_norm: Norm | None
     k_norm: Norm | None
-    o: Linear  # Hq * d -> width
+    o: Product  # Hq * d -> width
     mlp_norm: Norm
-    up: Linear  # width -> ffn, or gate and up stacked: width -> 2 ffn
-    down: Linear  # ffn -> width
+    up: Product  # width -> ffn, or gate and up stacked: width -> 2 ffn
+    down: Product  # ffn -> width
 
 
 class Decoder:
@@ -83,6 +90,7 @@ class Decoder:
         self.spec = spec
         self.tiled = tiled
         self._tensors = tensors
+        self.trainable = any(tensor.requires_grad for tensor in tensors.values())
         width = spec.width
         self.embedding = self._tensor("embed")
         self.position_table = self._tensor("pos") if spec.positions.kind == "learned" else None
@@ -90,7 +98,7 @@ class Decoder:
         self.layers = [self._layer(f"layers.{index}.") for index in range(spec.layers)]
         self.final_norm = self._norm("final_norm", width) if spec.final_norm else None
         self.out_proj = self._linear("out_proj") if spec.out_width else None
-        self.head = Linear(
+        self.head = self._product(
             self.embedding if spec.tied_head else self._tensor("head.weight"),
             self._tensor("head.bias") if spec.head_bias else None,
         )
@@ -108,7 +116,7 @@ class Decoder:
         """x [T, width]; cos, sin [T, 1, dims] (dims 0: no rotation) -> q [T, Hq, d], k, v [T, Hkv, d]."""
         layer, spec = self.layers[index], self.spec
         h = layer.attn_norm(x) if spec.norm_order == "pre" else x
-        qkv = layer.qkv(h).view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        qkv = layer.qkv(h).unflatten(1, (spec.heads + 2 * spec.kv_heads, spec.head_dim))
         qk, v = qkv[:, : -spec.kv_heads], qkv[:, -spec.kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat([layer.q_norm(qk[:, : spec.heads]), layer.k_norm(qk[:, spec.heads :])], 1)
@@ -168,11 +176,14 @@ class Decoder:
         shift = self._tensor(f"{name}.shift") if spec.norm_shift else None
         return Norm(spec.norm, width, spec.norm_eps, scale, shift)
 
-    def _linear(self, *names: str) -> Linear:
+    def _linear(self, *names: str) -> Product:
         """One projection, or several of the same input stacked into one."""
         weight = fuse(self._tensors, [f"{name}.weight" for name in names])
         bias = fuse(self._tensors, [f"{name}.bias" for name in names]) if f"{names[0]}.bias" in self._tensors else None
-        return Linear(weight, bias)
+        return self._product(weight, bias)
+
+    def _product(self, weight: Tensor, bias: Tensor | None) -> Product:
+        return deterministic.PaddedLinear(weight, bias) if self.tiled else Linear(weight, bias)
 
     def _tensor(self, name: str) -> Tensor:
         tensor = aligned(self._tensors[name])

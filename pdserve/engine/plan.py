@@ -18,7 +18,7 @@ class EngineConfig:
 
     dtype: str = "bf16"  # weights and activations: fp32 | bf16 | fp16 | float64
     kv_dtype: str = ""  # empty: as dtype
-    pages: int = 512  # pages in the pool
+    pages: int = 1024  # pages in the pool
     page_size: int = 16  # tokens per page
     axis_order: str = "hnd"  # hnd: heads outermost; nhd: tokens outermost
     device: str = "cpu"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import grpc
 
-from pdserve.errors import DeadlineExceeded, Unavailable
+from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from pdserve.registry.records import LiveRecord, Load, WorkerRecord
 from pdserve.registry.wire import live_from_proto, load_to_proto, record_to_proto
 from pdserve.rpc.channel import ChannelPool
@@ -14,6 +15,8 @@ from pdserve.rpc.settings import RpcSettings, check_plaintext, split_address
 from pdserve.rpc.status import from_rpc_error
 from pdserve.v1 import registry_pb2 as pb
 from pdserve.v1 import registry_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 
 class RpcRegistry:
@@ -40,8 +43,9 @@ class RpcRegistry:
         await self._call("Deregister", pb.DeregisterRequest(worker_id=worker_id, incarnation=incarnation))
 
     async def snapshot(self) -> tuple[LiveRecord, ...]:
+        """See Registry. A record that cannot be read is left out, with a warning in the log."""
         answer = await self._call("Snapshot", pb.SnapshotRequest())
-        return tuple(live_from_proto(record) for record in answer.records)
+        return tuple(live for record in answer.records if (live := _read(record)) is not None)
 
     async def close(self) -> None:
         if self._pool is not None:
@@ -63,3 +67,11 @@ class RpcRegistry:
                 remedy="check the router there, or correct registry.url",
             )
         raise error
+
+
+def _read(record: pb.WorkerRecord) -> LiveRecord | None:
+    try:
+        return live_from_proto(record)
+    except InvalidRequest as error:
+        log.warning("a worker record cannot be read and is left out: %r: %s", record.status.worker_id, error)
+        return None

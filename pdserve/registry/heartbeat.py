@@ -40,6 +40,7 @@ class Heartbeat:
         self._record_factory = record_factory
         self._settings = settings or RegistrySettings()
         self._on_warning = on_warning
+        self._record: WorkerRecord | None = None  # as first registered; its identity never changes
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._stopping = False
@@ -48,12 +49,15 @@ class Heartbeat:
 
     async def start(self) -> None:
         """Registers once, then renews in the background. Raises what the first registration raises."""
-        await self._registry.register(self._record_factory())
+        self._record = self._record_factory()
+        await self._registry.register(self._record)
         self._task = asyncio.create_task(self._run(), name="registry heartbeat")
 
     async def renew(self) -> None:
-        """One renewal now, such as after a change of state. Raises nothing: trouble becomes a warning."""
+        """One renewal now, such as after a change of state; none once stopped. Raises nothing: trouble is a warning."""
         async with self._one_at_a_time:
+            if self._stopping:
+                return
             try:
                 await self._beat()
             except PdserveError as error:
@@ -67,7 +71,7 @@ class Heartbeat:
 
     async def stop(self) -> None:
         """Ends the renewals and deregisters, within about twice `timeout_s`. Raises nothing. Idempotent."""
-        if self._task is None:
+        if self._task is None or self._record is None:
             return
         task, self._task = self._task, None
         self._stopping = True
@@ -76,12 +80,14 @@ class Heartbeat:
         await asyncio.wait({task}, timeout=self._settings.timeout_s)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        record = self._record_factory()
         try:
-            gone = self._registry.deregister(record.worker_id, record.incarnation)
-            await asyncio.wait_for(gone, self._settings.timeout_s)
+            await asyncio.wait_for(self._deregister(self._record), self._settings.timeout_s)
         except (PdserveError, TimeoutError) as error:
-            log.warning("could not deregister %s, its lease will end: %s", record.worker_id, error)
+            log.warning("could not deregister %s, its lease will end: %s", self._record.worker_id, error)
+
+    async def _deregister(self, record: WorkerRecord) -> None:
+        async with self._one_at_a_time:
+            await self._registry.deregister(record.worker_id, record.incarnation)
 
     async def _run(self) -> None:
         while not self._stopping:

@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 
 import redis.asyncio
 from google.protobuf.message import DecodeError
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
 from pdserve.errors import ConfigError, InvalidRequest, Unavailable
@@ -85,7 +87,11 @@ class RedisRegistry:
         self._timeout_s = timeout_s
         try:
             self._client: Any = redis.asyncio.Redis.from_url(
-                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                # One retry at once replaces a connection that went stale; longer trouble is the caller's to wait out.
+                retry=Retry(NoBackoff(), 1),
             )
         except (ValueError, TypeError) as error:
             raise _bad_url(self.address, self._scrub(str(error))) from None
@@ -112,14 +118,12 @@ class RedisRegistry:
         )
 
     async def heartbeat(self, worker_id: str, incarnation: bytes, state: str, load: Load) -> None:
-        args = [incarnation, state, load_to_proto(load).SerializeToString()]
+        args: list[bytes | str] = [incarnation, state, load_to_proto(load).SerializeToString()]
         if not await self._run(self._heartbeat(keys=[self._key(worker_id)], args=args)):
             raise not_registered(worker_id)
 
     async def deregister(self, worker_id: str, incarnation: bytes) -> None:
-        await self._run(
-            self._deregister(keys=[self._key(worker_id), self._index], args=[worker_id, incarnation]),
-        )
+        await self._run(self._deregister(keys=[self._key(worker_id), self._index], args=[worker_id, incarnation]))
 
     async def snapshot(self) -> tuple[LiveRecord, ...]:
         """See Registry. A record that cannot be read is left out, with a warning in the log."""

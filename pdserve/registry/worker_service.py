@@ -109,8 +109,3 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 remedy="ask for the tokenizer digest in the worker's contract",
             )
         return self._host.bundle_bytes()
-
-
-def register(service: WorkerService, server: Any) -> None:
-    """For `pdserve.rpc.server.Server.add`, so that workers need not import generated code."""
-    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)

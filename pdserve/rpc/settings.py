@@ -32,7 +32,7 @@ class RpcSettings:
     """Servers take probes at least this far apart; keep it below every client's `keepalive_s`."""
 
     connect_timeout_s: float = 5.0
-    """Longest wait for a new connection where the caller waits for one."""
+    """Longest attempt to connect; calls to a peer that stays silent fail after it."""
 
     call_timeout_s: float = 10.0
     """Deadline of short unary calls that state none of their own."""
@@ -75,7 +75,8 @@ def channel_options(settings: RpcSettings, extra: Options = ()) -> Options:
         # Channels do not share connections: closing one, or its backoff, touches no other.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Despite its name: how long one attempt to connect may take.
+        ("grpc.min_reconnect_backoff_ms", _ms(settings.connect_timeout_s)),
         ("grpc.max_reconnect_backoff_ms", _ms(settings.max_reconnect_backoff_s)),
         *extra,
     )

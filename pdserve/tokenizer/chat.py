@@ -6,7 +6,7 @@ The environment offers what templates of public checkpoints rely on: trimmed blo
 callers and reach the template as plain JSON data only.
 
 Against runaway templates the whole output, the result of each `+`, `*`, `**` and `%`, and (by the
-sandbox) each range are bounded.
+sandbox) each range are bounded. Time is not: loops that print nothing are the operator's choice of model.
 
 Special-token text inside a message becomes that special token, as the reference implementation
 has it by default: whoever writes message text can also write turn markers. A gateway that must
@@ -33,7 +33,8 @@ from pdserve.errors import InvalidRequest
 
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 MAX_NESTING = 32
-_WIDE_FORMAT = re.compile(r"\*|\d{5,}")
+# A conversion whose width or precision is taken from the arguments or has five digits or more.
+_WIDE_FORMAT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{5,}|\d*\.(?:\*|\d{5,}))")
 # What running a foreign template can raise besides Jinja's own errors.
 _TEMPLATE_FAULTS = (
     TemplateError,
@@ -184,6 +185,8 @@ def _check_size(operator: str, left: object, right: object) -> None:
             size = len(items) * count
         case "*", int(count), (str() | list() | tuple()) as items:
             size = len(items) * count
+        case "+", (str() | list() | tuple()) as items, (str() | list() | tuple()) as more:
+            size = len(items) + len(more)
         case (("*" | "**"), int(), int()):
             size = left.bit_length() * (right if operator == "**" else 1)
         case "%", str(), _:

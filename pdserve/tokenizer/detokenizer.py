@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from codecs import utf_8_decode
+from typing import TYPE_CHECKING
 
-from pdserve.tokenizer.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from pdserve.tokenizer.tokenizer import Tokenizer
+
+_SURROGATES = frozenset(bytes((0xED, second)) for second in range(0xA0, 0xC0))
 
 
 class IncrementalDetokenizer:
@@ -42,6 +46,8 @@ class IncrementalDetokenizer:
         data = self._held + piece
         # The decoder stops before a trailing sequence that may still become a character.
         whole = utf_8_decode(data, "replace", False)[1]
+        if data[whole:] in _SURROGATES:  # for which it waits too, in case they are to be let through
+            whole = len(data)
         self._held = data[whole:]
         return data[:whole]
 

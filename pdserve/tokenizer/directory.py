@@ -66,10 +66,8 @@ def _named_tokens(config: Mapping[str, Any], older: Mapping[str, Any]) -> dict[s
 
 def _add_missing(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
     """Adds to `backend` the tokens that only the configuration mentions; named tokens become special."""
-    listed = config.get("added_tokens_decoder") or {}
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    for _, value in sorted(listed.items(), key=lambda item: int(item[0])):
-        token = _added_token(value)
+    for token in _listed_tokens(config):
         if token.content not in known:
             known[token.content] = token
             backend.add_tokens([token])
@@ -83,11 +81,18 @@ def _add_missing(backend: Backend, config: Mapping[str, Any], named: Mapping[str
         backend.add_special_tokens([token])
 
 
-def _added_token(value: Mapping[str, Any]) -> AddedToken:
-    text = _content(value)
-    if text is None:
-        raise _bad("tokenizer_config.json", f"added_tokens_decoder holds {value!r}", "save the tokenizer again")
-    return AddedToken(text, **{flag: bool(value[flag]) for flag in _FLAGS if flag in value})
+def _listed_tokens(config: Mapping[str, Any]) -> list[AddedToken]:
+    """The configuration's `added_tokens_decoder`, an object of id -> token, in the order of ids."""
+    listed = config.get("added_tokens_decoder", {})
+    if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
+        raise _bad("tokenizer_config.json", "added_tokens_decoder is no table by id", "save the tokenizer again")
+    tokens = []
+    for _, value in sorted(listed.items(), key=lambda item: int(item[0])):
+        if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+            raise _bad("tokenizer_config.json", f"added_tokens_decoder holds {value!r}", "save the tokenizer again")
+        flags = {flag: bool(value[flag]) for flag in _FLAGS if flag in value}
+        tokens.append(AddedToken(value["content"], **flags))
+    return tokens
 
 
 def _starts_with(backend: Backend, token: str) -> bool:

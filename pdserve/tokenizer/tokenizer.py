@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 from pdserve.errors import CheckpointError, InvalidRequest
 from pdserve.tokenizer.bundle import Bundle
 from pdserve.tokenizer.chat import ChatTemplate
+from pdserve.tokenizer.detokenizer import IncrementalDetokenizer
 from pdserve.tokenizer.pieces import Pieces, plan_of
 
 
@@ -73,8 +74,6 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` as a text of their own, special tokens left out, broken characters as U+FFFD."""
-        from pdserve.tokenizer.detokenizer import IncrementalDetokenizer  # it needs this module's class
-
         stream = IncrementalDetokenizer(self)
         data = b"".join([*(stream.push(token) for token in ids), stream.flush()])
         return data.decode("utf-8", "replace")

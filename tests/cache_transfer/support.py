@@ -156,22 +156,26 @@ class GatedSource:
 
 
 class GatedSink(NumpySink):
-    """A sink whose writes wait until `gate` is set."""
+    """A sink whose writes wait for the host's `gate`; its `writing` says that one waits."""
 
-    def __init__(self, contract: WorkerContract, tokens: int) -> None:
+    def __init__(self, contract: WorkerContract, tokens: int, host: Host) -> None:
         super().__init__(contract, tokens)
-        self.gate = threading.Event()
-        self.writing = threading.Event()
+        self._host = host
 
     def write(self, plane: str, layer: int, heads: Range, tokens: Range, payload: memoryview) -> None:
-        self.writing.set()
-        self.gate.wait(WAIT_S)
+        self._host.writing.set()
+        self._host.gate.wait(WAIT_S)
+        if self._host.write_error is not None:
+            raise self._host.write_error
         super().write(plane, layer, heads, tokens, payload)
 
 
 @dataclass
 class Host:
-    """A ReceiverHost that grants numpy pages and records what it was told."""
+    """A ReceiverHost that grants numpy pages and records what it was told.
+
+    With `gated`, writes of sinks granted from then on wait for `gate`.
+    """
 
     contract: WorkerContract
     may_grant: asyncio.Event = field(default_factory=asyncio.Event)
@@ -179,6 +183,9 @@ class Host:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     refusal: PdserveError | None = None
     gated: bool = False
+    write_error: Exception | None = None
+    writing: threading.Event = field(default_factory=threading.Event)
+    gate: threading.Event = field(default_factory=threading.Event)
     sinks: dict[tuple[bytes, int], NumpySink] = field(default_factory=dict)
     done: list[tuple[Claim, ReceivedLogits, ReceiveReport]] = field(default_factory=list)
     failed: list[tuple[Claim, PdserveError]] = field(default_factory=list)
@@ -191,7 +198,9 @@ class Host:
         await self.may_grant.wait()
         if self.refusal is not None:
             raise self.refusal
-        sink = (GatedSink if self.gated else NumpySink)(self.contract, claim.end)
+        sink = NumpySink(self.contract, claim.end)
+        if self.gated:
+            sink = GatedSink(self.contract, claim.end, self)
         self.sinks[claim.handoff_id, claim.attempt] = sink
         return sink
 
@@ -230,6 +239,7 @@ class Pair:
     receiver: Receiver
     transport: Transport
     address: str = ""
+    server: Server | None = None
 
     def issue(self, tokens: int, start: int = 0, logits_only: bool = False) -> tuple[Ticket, HandoffIdentity]:
         identity = make_identity(self.takes, tokens, start)
@@ -321,7 +331,8 @@ async def make_pair(
         address = await server.start()
         link = channel(address)
         try:
-            yield Pair(sends, takes, host, book, clock, receiver, GrpcTransport(link, address), address)
+            transport = GrpcTransport(link, address)
+            yield Pair(sends, takes, host, book, clock, receiver, transport, address, server)
         finally:
             await link.close()
             await server.stop()

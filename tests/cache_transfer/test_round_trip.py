@@ -11,6 +11,7 @@ import pytest
 
 from cache_transfer.codec import ITEM_BYTES
 from cache_transfer.messages import Grant
+from cache_transfer.tickets import make_opening
 from tests.cache_transfer.support import (
     WAIT_S,
     GatedSource,
@@ -101,17 +102,13 @@ async def test_frames_are_written_while_later_layers_are_computed(kind: str) -> 
         sender = pair.sender(ticket, identity, pair.source(6))
         running = asyncio.create_task(sender.run())
         sender.computed(0, (0, 6))
-        await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
-        while (ticket.handoff_id, 1) not in pair.host.sinks:
-            await asyncio.sleep(0)
-        sink = pair.host.sinks[ticket.handoff_id, 1]
-        assert await asyncio.to_thread(sink.writing.wait, WAIT_S)  # type: ignore[attr-defined]
-        sink.gate.set()  # type: ignore[attr-defined]
+        assert await asyncio.to_thread(pair.host.writing.wait, WAIT_S)
+        pair.host.gate.set()
         sender.computed(1, (0, 6))
         sender.computed(2, (0, 6))
         sender.logits(*logits_of(pair.sends), 5)
         await asyncio.wait_for(running, WAIT_S)
-        check_same(sink.content(6), random_cache(pair.sends, 6))
+        check_same(pair.host.sinks[ticket.handoff_id, 1].content(6), random_cache(pair.sends, 6))
 
 
 @both_transports
@@ -158,8 +155,6 @@ async def test_the_grant_names_what_is_wanted() -> None:
     async with make_pair("memory") as pair:
         ticket, identity = pair.issue(13, start=7)
         stream = pair.transport.open(WAIT_S)
-        from cache_transfer.tickets import make_opening
-
         await stream.send(make_opening(ticket, identity, pair.sends, logits_only=False))
         assert await stream.receive() == Grant(7, 13, 1 << 20)
         await stream.close()

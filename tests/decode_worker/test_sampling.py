@@ -74,7 +74,8 @@ def oracle_support(scores: list[float], params: SamplingParams) -> set[int]:
         order = order[: params.top_k]
     if params.top_p < 1:
         total = sum(math.exp(left[i]) for i in order)
-        kept, mass = [], 0.0
+        kept: list[int] = []
+        mass = 0.0
         for i in order:
             if kept and mass >= params.top_p * total:
                 break

@@ -4,6 +4,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -166,7 +167,7 @@ def test_continuation_joins_the_prompt(tmp_path: Path, make: Callable[[], Backen
         decoders.Sequence([decoders.ByteLevel(), decoders.Replace("a", "b")]),
     ],
 )
-def test_unsupported_decoders_are_refused_when_loaded(tmp_path: Path, decoder: object) -> None:
+def test_unsupported_decoders_are_refused_when_loaded(tmp_path: Path, decoder: Any) -> None:
     backend = byte_level()
     backend.decoder = decoder
     with pytest.raises(CheckpointError, match="decoder") as caught:

@@ -177,3 +177,31 @@ def test_damaged_gguf_is_refused_by_file(content: str, tmp_path: Path) -> None:
         load_model(path, "fp32")
     assert caught.value.reason == "BAD_FILE"
     assert caught.value.remedy
+
+
+def test_every_cut_of_the_header_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(peers.make_peer("llama"), tmp_path / "tiny.gguf")
+    data = path.read_bytes()
+    header = data.index(b"blk.2.ffn_up.weight") + 40  # inside the tensor records
+    for length in range(0, header, 7):
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError) as caught:
+            load_model(path, "fp32")
+        assert caught.value.reason == "BAD_FILE"
+
+
+def test_every_damaged_byte_of_the_header_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Lengths, counts, types and offsets among them: no other exception, no endless loop, no huge allocation."""
+    path = write_gguf(peers.make_peer("llama"), tmp_path / "tiny.gguf")
+    data = path.read_bytes()
+    refused = 0
+    places = range(0, data.index(b"blk.2.ffn_up.weight") + 40, 3)
+    for place in places:
+        damaged = bytearray(data)
+        damaged[place] ^= 0xFF
+        path.write_bytes(damaged)
+        try:
+            load_model(path, "fp32")
+        except CheckpointError:
+            refused += 1
+    assert refused > len(places) // 2

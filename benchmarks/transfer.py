@@ -1,0 +1,263 @@
+"""Bytes per second from prefill pages to verified decode pages, over gRPC between two processes.
+
+The peer is a bare client stream of the same frame size on the same server: one message sent
+again and again, with no digest and no copy into pages. Both run in turn; the best of each counts.
+
+Pages are the engine's, in scattered order. `same` keeps one axis order on both sides, `convert`
+sends from `hnd` pages of 16 tokens into `nhd` pages of 32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+import torch
+from blake3 import blake3
+
+from benchmarks.report import Figure, make_parser, report
+from cache_transfer.contract import (
+    AttentionScheme,
+    CachePlane,
+    Endpoint,
+    HandoffIdentity,
+    PositionScheme,
+    WorkerContract,
+    prompt_digest,
+)
+from cache_transfer.pages import KVSource, PageSink
+from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport
+from cache_transfer.sender import HandoffSender
+from cache_transfer.service import TransferService, register
+from cache_transfer.tickets import Claim, TicketBook
+from cache_transfer.transport import GrpcTransport
+from cache_transfer.wire import ticket_from_proto, ticket_to_proto
+from pdserve.engine.cache import PagedCache, SequenceSink, SequenceSource
+from pdserve.engine.plan import EngineConfig
+from pdserve.engine.spec import ModelSpec
+from pdserve.errors import PdserveError
+from pdserve.rpc.channel import channel
+from pdserve.rpc.server import Server
+from pdserve.v1 import common_pb2
+
+SERVICE = "pdserve.benchmark.Peer"
+GOAL = 0.5
+VOCAB = 32000
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    layers: int
+    heads: int
+    head_dim: int
+    tokens: int
+    send_order: str = "hnd"
+    take_order: str = "hnd"
+    take_page_size: int = 16
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.layers * 2 * self.tokens * self.heads * self.head_dim * 2  # bf16
+
+    def spec(self) -> ModelSpec:
+        positions = PositionScheme("rope", 10000.0, self.head_dim)
+        width = self.heads * self.head_dim
+        return ModelSpec(
+            vocab_size=VOCAB,
+            width=width,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.heads,
+            head_dim=self.head_dim,
+            ffn_width=width,
+            context_limit=self.tokens,
+            positions=positions,
+        )
+
+    def config(self, order: str, page_size: int) -> EngineConfig:
+        return EngineConfig(pages=-(-self.tokens // page_size), page_size=page_size, axis_order=order)
+
+    def contract(self, order: str, page_size: int) -> WorkerContract:
+        return WorkerContract(
+            model_digest=bytes(32),
+            positions=self.spec().positions,
+            attention=AttentionScheme(self.head_dim**-0.5),
+            planes=((CachePlane("k", self.heads, self.head_dim), CachePlane("v", self.heads, self.head_dim)),)
+            * self.layers,
+            vocab_size=VOCAB,
+            tokenizer_digest=b"",
+            page_size=page_size,
+            page_axis_order=order,
+            device="cpu",
+            kv_dtype="bf16",
+            weight_dtype="bf16",
+            activation_dtype="bf16",
+        )
+
+    def identity(self) -> HandoffIdentity:
+        digest = self.contract(self.take_order, self.take_page_size).digest()
+        return HandoffIdentity(digest, None, "benchmark", prompt_digest(()), 0, self.tokens)
+
+    def pages(self, page_size: int) -> list[int]:
+        """A scattered block table, as after a while of serving."""
+        count = -(-self.tokens // page_size)
+        return torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+
+
+CASES = (
+    Case("8B model, 8 heads of 128, 1 MiB frames", layers=32, heads=8, head_dim=128, tokens=1024),
+    Case("same, nhd pages on both sides", 32, 8, 128, 1024, send_order="nhd", take_order="nhd"),
+    Case("same, hnd/16 into nhd/32 pages", 32, 8, 128, 1024, take_order="nhd", take_page_size=32),
+    Case("SmolLM2, 3 heads of 64, 2048 tokens", layers=30, heads=3, head_dim=64, tokens=2048),
+)
+
+
+class _Host:
+    """Grants the whole pool to every handoff, one after the other."""
+
+    def __init__(self, sink: PageSink) -> None:
+        self._sink = sink
+
+    async def grant(self, claim: Claim) -> PageSink:
+        return self._sink
+
+    def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:
+        pass
+
+    def aborted(self, claim: Claim, error: PdserveError) -> None:
+        raise error
+
+
+class _Peer:
+    """Beside Transfer: issues tickets, counts bare streams, and digests the pages."""
+
+    def __init__(self, case: Case, book: TicketBook, cache: PagedCache, pages: list[int]) -> None:
+        self._case, self._book, self._cache, self._pages = case, book, cache, pages
+
+    async def issue(self, _: bytes, context: Any) -> bytes:
+        ticket = self._book.issue("benchmark", self._case.identity(), 0, False)
+        return ticket_to_proto(ticket).SerializeToString()
+
+    async def count(self, messages: AsyncIterator[bytes], context: Any) -> bytes:
+        total = 0
+        async for message in messages:
+            total += len(message)
+        return str(total).encode()
+
+    async def digest(self, _: bytes, context: Any) -> bytes:
+        return _digest(SequenceSource(self._cache, self._pages, 0, self._case.tokens), self._case)
+
+    def register(self, service: object, server: Any) -> None:
+        handlers: dict[str, Any] = {
+            "Issue": grpc.unary_unary_rpc_method_handler(self.issue),
+            "Count": grpc.stream_unary_rpc_method_handler(self.count),
+            "Digest": grpc.unary_unary_rpc_method_handler(self.digest),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+def _digest(source: KVSource, case: Case) -> bytes:
+    """Over every plane in canonical order, whatever the pages look like."""
+    hasher = blake3()
+    for layer in range(case.layers):
+        for plane in ("k", "v"):
+            for piece in source.read(plane, layer, (0, case.heads), (0, case.tokens)):
+                hasher.update(piece)
+    return hasher.digest()
+
+
+def serve(case: Case, pipe: Connection) -> None:
+    """The receiving process: ends when the other end of `pipe` is closed."""
+    torch.set_num_threads(1)
+    asyncio.run(_serve(case, pipe))
+
+
+async def _serve(case: Case, pipe: Connection) -> None:
+    contract = case.contract(case.take_order, case.take_page_size)
+    cache = PagedCache(case.spec(), case.config(case.take_order, case.take_page_size))
+    pages = case.pages(case.take_page_size)
+    book = TicketBook(bytes(16), 60.0, (Endpoint("127.0.0.1:1"),))
+    receiver = Receiver(book, contract, _Host(SequenceSink(cache, pages, 0, case.tokens)))
+    server = Server()
+    server.add(register, TransferService(receiver))
+    peer = _Peer(case, book, cache, pages)
+    server.add(peer.register, peer)
+    pipe.send(await server.start())
+    await asyncio.to_thread(pipe.poll, None)
+    await server.stop()
+    receiver.close()
+
+
+async def measure(case: Case, address: str, repeats: int) -> Figure:
+    contract = case.contract(case.send_order, 16)
+    cache = PagedCache(case.spec(), case.config(case.send_order, 16))
+    cache.storage.view(torch.int16).random_()
+    source = SequenceSource(cache, case.pages(16), 0, case.tokens)
+    logits = bytes(4 * VOCAB)
+    link = channel(address)
+    frame_bytes = 0
+    ours = bare = 0.0
+    for _ in range(repeats):
+        ticket = ticket_from_proto(common_pb2.Ticket.FromString(await link.unary_unary(f"/{SERVICE}/Issue")(b"")))
+        sender = HandoffSender(
+            GrpcTransport(link, address), ticket, case.identity(), contract, source, logits_only=False
+        )
+        started = time.perf_counter()
+        for layer in range(case.layers):
+            sender.computed(layer, (0, case.tokens))
+        sender.logits("fp32", logits, case.tokens - 1)
+        sent = await sender.run()
+        ours = max(ours, sent.payload_bytes / (time.perf_counter() - started))
+        frame_bytes = sent.payload_bytes // sent.frames
+        bare = max(bare, await _bare(link, frame_bytes, sent.frames))
+    received = await link.unary_unary(f"/{SERVICE}/Digest")(b"")
+    await link.close()
+    if received != _digest(source, case):
+        raise SystemExit("the received pages differ from the sent ones")
+    return Figure(f"transfer: {case.name}", ours / 1e9, "GB/s", bare / 1e9, GOAL)
+
+
+async def _bare(link: grpc.aio.Channel, frame_bytes: int, frames: int) -> float:
+    message = bytes(frame_bytes)
+
+    async def messages() -> AsyncIterator[bytes]:
+        for _ in range(frames):
+            yield message
+
+    started = time.perf_counter()
+    counted = await link.stream_unary(f"/{SERVICE}/Count")(messages())
+    elapsed = time.perf_counter() - started
+    if counted != str(frames * frame_bytes).encode():
+        raise SystemExit(f"the bare stream counted {counted!r}")
+    return frames * frame_bytes / elapsed
+
+
+def run(case: Case, repeats: int) -> Figure:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(case, theirs))
+    process.start()
+    theirs.close()
+    try:
+        return asyncio.run(measure(case, ours.recv(), repeats))
+    finally:
+        ours.close()
+        process.join()
+
+
+def main() -> None:
+    options = make_parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    cases, repeats = (CASES, 5) if not options.quick else (tuple(replace(c, layers=8) for c in CASES[:2]), 3)
+    report([run(case, repeats) for case in cases], options.json)
+
+
+if __name__ == "__main__":
+    main()

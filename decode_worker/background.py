@@ -1,0 +1,36 @@
+"""Tasks that run beside the requests: kept, awaited at the end, and never allowed to die in silence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+
+class Background:
+    """The tasks of one worker, on its event loop.
+
+    Args:
+        on_death: called with a task's name and error when it ended by one; tasks handle what they expect.
+    """
+
+    def __init__(self, on_death: Callable[[str, BaseException], None]) -> None:
+        self._on_death = on_death
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def stop(self) -> None:
+        """Cancels every task and returns when all have ended."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_death(task.get_name(), error)

@@ -1,0 +1,99 @@
+"""One question, and the two ways to have it answered: through a gateway, or in this process."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.cli.console import progress
+from pdserve.cli.state import read_running
+from pdserve.client import Client, Event, Tokens
+from pdserve.config import load_config
+from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.request import SamplingParams
+from pdserve.rpc.events import Finish, TokenBatch
+from pdserve.tokenizer import Tokenizer, load_bundle
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. Exactly one of text, messages and token_ids is given."""
+
+    sampling: SamplingParams
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+    token_ids: tuple[int, ...] | None = None
+    model: str = ""
+    want_record: bool = False
+    timeout_s: float = 600.0
+
+
+def gateway_address(given: str) -> str:
+    """The address given, else that of the running `pdserve up`; raises Unavailable without either."""
+    if given:
+        return given
+    running = read_running()
+    if running is None:
+        raise Unavailable(
+            "no deployment is running here",
+            reason="NOT_UP",
+            remedy="start one with `pdserve up`, give --gateway host:port, or use --local",
+        )
+    return running.gateway
+
+
+def ask_gateway(ask: Ask, gateway: str) -> Iterator[Event]:
+    with Client(gateway_address(gateway)) as client:
+        yield from client.generate(
+            ask.text,
+            messages=ask.messages or None,
+            token_ids=ask.token_ids,
+            model=ask.model,
+            sampling=ask.sampling,
+            timeout_s=ask.timeout_s,
+            want_record=ask.want_record,
+        )
+
+
+def ask_local(ask: Ask, config_path: Path | None) -> Iterator[Event]:
+    """Loads the model and answers here. `ask.model`, if given, is the checkpoint's path."""
+    # torch takes seconds to import; the other commands do not need it.
+    import torch
+
+    from pdserve.engine.engine import Engine
+    from pdserve.engine.load import load_model, model_path
+    from pdserve.local import LocalRunner
+
+    if ask.want_record:
+        raise InvalidRequest("there is no handoff in one process", field="--record", remedy="leave out --local")
+    config = load_config(config_path)
+    settings = config.decode
+    torch.set_num_threads(settings.engine.threads)
+    path = model_path(ask.model or config.model.path)
+    with progress(f"loading {path.name}"):
+        bundle = load_bundle(path)
+        engine = Engine(load_model(path, settings.engine.dtype, settings.engine.device), settings.engine)
+    runner = LocalRunner(engine, bundle, chunk_tokens=config.prefill.chunk_tokens)
+    yield from _as_text(runner.generate(_local_ids(ask, runner.tokenizer), ask.sampling))
+
+
+def _as_text(events: Iterable[TokenBatch | Finish]) -> Iterator[Event]:
+    """Bytes to text across events, as the client does, so that no character is cut in two."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for event in events:
+        if isinstance(event, Finish):
+            yield event
+        else:
+            yield Tokens(event.first_index, event.ids, decoder.decode(event.text), event.logprobs)
+
+
+def _local_ids(ask: Ask, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if ask.token_ids is not None:
+        return ask.token_ids
+    if tokenizer is None:
+        raise InvalidRequest("this model has no tokenizer", field="prompt", remedy="use --token-ids")
+    if ask.messages:
+        return tokenizer.apply_chat(ask.messages)
+    return tokenizer.encode(ask.text or "")

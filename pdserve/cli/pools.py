@@ -1,0 +1,86 @@
+"""`pdserve up` and `pdserve down`: a whole deployment on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pdserve.cli.console import err, progress
+from pdserve.cli.deployment import Deployment, stop_on_signals
+from pdserve.cli.state import Running, hold, publish, read_running
+from pdserve.config import load_config
+from pdserve.errors import DeadlineExceeded, Unavailable
+
+Option = typer.Option
+
+
+def up(
+    config: Annotated[Path | None, Option(help="TOML file; without one, defaults that suit a laptop.")] = None,
+    model: Annotated[str, Option(help="Checkpoint: directory, .gguf or .pdmodel; 'smollm2' is the packaged one.")] = "",
+    prefill: Annotated[int | None, Option(help="Prefill workers.")] = None,
+    decode: Annotated[int | None, Option(help="Decode workers.")] = None,
+    port: Annotated[int | None, Option(help="Port of the gRPC gateway; 0: any free one.")] = None,
+    http_port: Annotated[int | None, Option(help="Port of the OpenAI endpoint; 0: any free one.")] = None,
+) -> None:
+    """Start pools and router, and stay until Ctrl-C or `pdserve down`.
+
+    \b
+    pdserve up
+    pdserve up --prefill 2 --decode 2 --model ./my-checkpoint
+    pdserve up --config pdserve.toml
+    """
+    settings = load_config(config, overrides(model, prefill, decode, port, http_port))
+    _exit_on_terminate()
+    with hold() as file, Deployment(settings, config, lambda text: err.print(text)) as deployment:
+        publish(file, Running(os.getpid(), deployment.gateway, deployment.http))
+        stopping = stop_on_signals()
+        err.print(f"ready: gRPC {deployment.gateway}, OpenAI http://{deployment.http}/v1", style="green")
+        err.print("stop with Ctrl-C or `pdserve down`", highlight=False)
+        deployment.wait(stopping)
+        err.print("stopping: requests in flight may finish")
+
+
+def overrides(
+    model: str, prefill: int | None, decode: int | None, port: int | None, http_port: int | None
+) -> dict[str, Any]:
+    """The configuration tables that the flags stand for."""
+    tables: dict[str, Any] = {
+        "model": {"path": model or None},
+        "pools": {"prefill": prefill, "decode": decode},
+        "router": {"port": port, "http_port": http_port},
+    }
+    return {name: {k: v for k, v in table.items() if v is not None} for name, table in tables.items()}
+
+
+def down(
+    timeout_s: Annotated[float, Option(help="Seconds to wait for requests in flight.")] = 120.0,
+) -> None:
+    """Stop the `pdserve up` of this machine; requests in flight may finish."""
+    running = read_running()
+    if running is None:
+        raise Unavailable("no `pdserve up` is running here", reason="NOT_UP", remedy="there is nothing to stop")
+    os.kill(running.pid, signal.SIGTERM)
+    deadline, pause = time.monotonic() + timeout_s, threading.Event()
+    with progress("waiting for requests in flight"):
+        while read_running() is not None:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"process {running.pid} is still stopping", reason="STILL_STOPPING", remedy="raise --timeout-s"
+                )
+            pause.wait(0.1)
+    err.print("stopped")
+
+
+def _exit_on_terminate() -> None:
+    """Until the deployment is ready SIGTERM ends us like Ctrl-C, so that what was started is stopped."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)

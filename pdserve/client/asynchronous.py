@@ -1,0 +1,107 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Self, Unpack
+
+import grpc
+
+from pdserve.client.events import Completion, Event, EventReader, collect
+from pdserve.client.request import GenerateOptions, build
+from pdserve.client.status import Model, Status, models_from_proto, status_from_proto
+from pdserve.errors import Cancelled, Refused
+from pdserve.rpc.channel import ChannelPool
+from pdserve.rpc.settings import RpcSettings, check_plaintext, split_address
+from pdserve.rpc.status import from_rpc_error
+from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
+
+
+class AsyncClient:
+    """Talks to one router, from the event loop of its first call. Connects on first use."""
+
+    def __init__(self, address: str, settings: RpcSettings | None = None) -> None:
+        """`address` is host:port. Raises ConfigError for a malformed one, or one that plaintext may not reach."""
+        self.address = address
+        self._settings = settings or RpcSettings()
+        check_plaintext(split_address(address)[0], self._settings)
+        self._pool: ChannelPool | None = None
+        self._closed = False
+
+    async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event]:
+        """Yields Accepted, Tokens ..., HandoffRecord if wanted, Finish.
+
+        Leaving the loop early cancels the request at the server; to do so at a definite
+        moment, iterate within `contextlib.aclosing`.
+
+        Raises:
+            InvalidRequest: before anything is sent, or from the server, naming the field.
+            Unavailable: nothing listens at the address, or no worker can answer.
+            PdserveError: whatever else the server reports, with its diff and remedy.
+        """
+        request, timeout_s = build(prompt, options)
+        reader = EventReader()
+        call = self._stub().Generate(request, timeout=timeout_s)
+        try:
+            async with self._typed_errors():
+                async for message in call:
+                    for event in reader.read(message):
+                        yield event
+            reader.end()
+        finally:
+            call.cancel()
+
+    async def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
+        """The whole answer. Arguments and errors as for `generate`."""
+        return collect([event async for event in self.generate(prompt, **options)])
+
+    async def models(self, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """Models that can be asked for now."""
+        return models_from_proto(await self._unary("ListModels", gateway_pb2.ListModelsRequest(), timeout_s))
+
+    async def status(self, timeout_s: float | None = None) -> Status:
+        """Pools, contracts, load, and which pairs of workers fit."""
+        return status_from_proto(await self._unary("Status", gateway_pb2.StatusRequest(), timeout_s))
+
+    async def close(self) -> None:
+        """Cancels what is running. Idempotent."""
+        self._closed = True
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        stub = self._stub()
+        async with self._typed_errors():
+            return await getattr(stub, method)(request, timeout=timeout_s or self._settings.call_timeout_s)
+
+    def _stub(self) -> gateway_pb2_grpc.GatewayStub:
+        if self._closed:
+            raise client_closed()
+        if self._pool is None:
+            self._pool = ChannelPool(self._settings)
+        return gateway_pb2_grpc.GatewayStub(self._pool.get(self.address))
+
+    @asynccontextmanager
+    async def _typed_errors(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.address) from None
+        except asyncio.CancelledError:
+            # gRPC raises this for calls that close() ended, although nobody cancelled this task.
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                raise Cancelled("the client was closed during the call", reason="CLIENT_CLOSED") from None
+            raise
+
+
+def client_closed() -> Refused:
+    return Refused("the client is closed", reason="CLIENT_CLOSED", remedy="make a new client")

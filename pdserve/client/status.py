@@ -1,0 +1,159 @@
+"""Models, pools and pairs as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.errors import FieldDifference
+from pdserve.rpc.status import difference_from_proto
+from pdserve.v1 import common_pb2, gateway_pb2
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    context_limit: int  # tokens, prompt and output together
+    vocab_size: int
+    model_digest: bytes
+    has_tokenizer: bool  # False: only token ids are accepted
+    has_chat_template: bool
+    created_s: int  # Unix seconds, when the router first saw it
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The part of a worker's contract that people compare; the router's pairs carry the full diff."""
+
+    version: int
+    digest: bytes
+    model_digest: bytes
+    tokenizer_digest: bytes
+    layers: int
+    vocab_size: int
+    context_limit: int
+    positions: str
+    page_size: int
+    page_axis_order: str
+    device: str
+    kv_dtype: str
+    weight_dtype: str
+    activation_dtype: str
+    info: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkerLoad:
+    running: int
+    waiting: int
+    waiting_limit: int
+    queued_tokens: int
+    pages_total: int
+    pages_held: int
+    pages_cached: int
+    tokens_per_s: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Worker:
+    worker_id: str
+    role: str  # prefill | decode
+    state: str  # starting | ready | draining
+    model: str
+    addresses: tuple[str, ...]
+    contract: Contract
+    load: WorkerLoad
+    lease_left_s: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Whether one prefill worker may hand to one decode worker, and every difference between them."""
+
+    prefill_worker: str
+    decode_worker: str
+    fits: bool
+    differences: tuple[FieldDifference, ...]
+
+
+@dataclass(frozen=True)
+class Status:
+    workers: tuple[Worker, ...]
+    pairs: tuple[Pair, ...]
+    registry: str
+    registry_warning: str  # empty while the registry can be reached
+    active_requests: int
+    version: str
+
+
+def models_from_proto(message: gateway_pb2.ListModelsResponse) -> tuple[Model, ...]:
+    return tuple(
+        Model(
+            name=m.name,
+            context_limit=m.context_limit,
+            vocab_size=m.vocab_size,
+            model_digest=m.model_digest,
+            has_tokenizer=m.has_tokenizer,
+            has_chat_template=m.has_chat_template,
+            created_s=m.created_s,
+        )
+        for m in message.models
+    )
+
+
+def status_from_proto(message: gateway_pb2.StatusResponse) -> Status:
+    return Status(
+        workers=tuple(_worker(worker) for worker in message.workers),
+        pairs=tuple(
+            Pair(p.prefill_worker, p.decode_worker, p.fits, tuple(difference_from_proto(d) for d in p.differences))
+            for p in message.pairs
+        ),
+        registry=message.registry,
+        registry_warning=message.registry_warning,
+        active_requests=message.active_requests,
+        version=message.version,
+    )
+
+
+def _worker(message: gateway_pb2.WorkerStatus) -> Worker:
+    load = message.load
+    return Worker(
+        worker_id=message.worker_id,
+        role=message.role,
+        state=message.state,
+        model=message.model,
+        addresses=tuple(endpoint.address for endpoint in message.endpoints),
+        contract=_contract(message.contract, message.contract_digest),
+        load=WorkerLoad(
+            running=load.running,
+            waiting=load.waiting,
+            waiting_limit=load.waiting_limit,
+            queued_tokens=load.queued_tokens,
+            pages_total=load.pages_total,
+            pages_held=load.pages_held,
+            pages_cached=load.pages_cached,
+            tokens_per_s=load.tokens_per_s,
+            steps=load.steps,
+        ),
+        lease_left_s=message.lease_left_s,
+    )
+
+
+def _contract(message: common_pb2.WorkerContract, digest: bytes) -> Contract:
+    return Contract(
+        version=message.version,
+        digest=digest,
+        model_digest=message.model_digest,
+        tokenizer_digest=message.tokenizer_digest,
+        layers=len(message.layers),
+        vocab_size=message.vocab_size,
+        context_limit=message.context_limit,
+        positions=message.positions.kind,
+        page_size=message.page_size,
+        page_axis_order=message.page_axis_order,
+        device=message.device,
+        kv_dtype=message.kv_dtype,
+        weight_dtype=message.weight_dtype,
+        activation_dtype=message.activation_dtype,
+        info=dict(message.info),
+    )

@@ -1,0 +1,90 @@
+"""The client for code without an event loop. Threads may share one."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, Self, Unpack
+
+import grpc
+
+from pdserve.client.asynchronous import client_closed
+from pdserve.client.events import Completion, Event, EventReader, collect
+from pdserve.client.request import GenerateOptions, build
+from pdserve.client.status import Model, Status, models_from_proto, status_from_proto
+from pdserve.rpc.channel import sync_channel
+from pdserve.rpc.settings import RpcSettings
+from pdserve.rpc.status import from_rpc_error
+from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
+
+
+class Client:
+    """Talks to one router. Connects on first use."""
+
+    def __init__(self, address: str, settings: RpcSettings | None = None) -> None:
+        """`address` is host:port. Raises ConfigError for a malformed one, or one that plaintext may not reach."""
+        self.address = address
+        self._settings = settings or RpcSettings()
+        self._channel = sync_channel(address, self._settings)
+        self._closed = False
+
+    def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generator[Event]:
+        """Yields Accepted, Tokens ..., HandoffRecord if wanted, Finish.
+
+        Leaving the loop early cancels the request at the server.
+
+        Raises:
+            InvalidRequest: before anything is sent, or from the server, naming the field.
+            Unavailable: nothing listens at the address, or no worker can answer.
+            PdserveError: whatever else the server reports, with its diff and remedy.
+        """
+        request, timeout_s = build(prompt, options)
+        reader = EventReader()
+        call = self._stub().Generate(request, timeout=timeout_s)
+        try:
+            with self._typed_errors():
+                for message in call:
+                    yield from reader.read(message)
+            reader.end()
+        finally:
+            call.cancel()
+
+    def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
+        """The whole answer. Arguments and errors as for `generate`."""
+        return collect(self.generate(prompt, **options))
+
+    def models(self, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """Models that can be asked for now."""
+        return models_from_proto(self._unary("ListModels", gateway_pb2.ListModelsRequest(), timeout_s))
+
+    def status(self, timeout_s: float | None = None) -> Status:
+        """Pools, contracts, load, and which pairs of workers fit."""
+        return status_from_proto(self._unary("Status", gateway_pb2.StatusRequest(), timeout_s))
+
+    def close(self) -> None:
+        """Cancels what is running. Idempotent."""
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        stub = self._stub()
+        with self._typed_errors():
+            return getattr(stub, method)(request, timeout=timeout_s or self._settings.call_timeout_s)
+
+    def _stub(self) -> gateway_pb2_grpc.GatewayStub:
+        if self._closed:
+            raise client_closed()
+        return gateway_pb2_grpc.GatewayStub(self._channel)
+
+    @contextmanager
+    def _typed_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.address) from None

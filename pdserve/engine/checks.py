@@ -1,0 +1,209 @@
+"""What must hold after a step, each statement under a name, and the comparison of two runs.
+
+Every check looks at one mechanism and takes the others' results as given, so that a report
+names the part at fault. In the order of diagnosis:
+
+    token_positions      each row's position is its token's place in the block table
+    causality            a row sees its own sequence up to itself, within the window, no more
+    equal_lengths        every layer's cache holds every token, as it was computed
+    attention_reference  attention equals the plain reference over the cached keys (costly)
+    first_step_prefix    logits belong to the last token of their own sequence
+
+`first_divergence` compares a run with a baseline layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.attention import attend
+from pdserve.engine.batch import Batch
+from pdserve.engine.engine import Engine
+from pdserve.engine.plan import Chunk, StepOutput, StepPlan
+from pdserve.engine.trace import LayerTrace, StepTrace
+from pdserve.errors import Internal
+
+# Largest difference per dtype between two correct ways to compute the same number, relative
+# to the largest absolute value of the tensor compared.
+TOLERANCES = {"float64": 1e-11, "fp32": 2e-5, "fp16": 1e-2, "bf16": 6e-2}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the checks look at."""
+
+    engine: Engine
+    batch: Batch
+    layers: list[LayerTrace]
+    output: StepOutput
+    tolerance: float
+
+    def rows(self) -> list[tuple[Chunk, slice]]:
+        """Each chunk and its rows."""
+        found, row = [], 0
+        for chunk in self.batch.chunks:
+            found.append((chunk, slice(row, row + len(chunk.ids))))
+            row += len(chunk.ids)
+        return found
+
+
+def check_step(engine: Engine, trace: StepTrace, output: StepOutput, names: frozenset[str]) -> None:
+    """Raises Internal, with the check's name as reason, for the first statement that does not hold."""
+    if trace.batch is None:
+        raise Internal("the trace is of no step", field="trace")
+    step = Step(engine, trace.batch, trace.layers, output, TOLERANCES[engine.config.dtype])
+    with torch.inference_mode():
+        for name, check in CHECKS.items():
+            if name in names:
+                check(step)
+
+
+def token_positions(step: Step) -> None:
+    """The slot that a row is written to, found in the block table, gives its position (A6.3)."""
+    size = step.engine.cache.page_size
+    for chunk, rows in step.rows():
+        place = {page: index for index, page in enumerate(chunk.pages)}
+        for position, slot in zip(step.batch.positions[rows].tolist(), step.batch.slots[rows].tolist(), strict=True):
+            expected = place[slot // size] * size + slot % size
+            if position != expected:
+                raise _broken("token_positions", f"{chunk.key}: the token at {expected} was given position {position}")
+
+
+def causality(step: Step) -> None:
+    """Every row saw exactly the keys up to itself, or its window of them (A3)."""
+    for index, layer in enumerate(step.layers):
+        window = step.engine.spec.window(index)
+        for chunk, rows in step.rows():
+            for offset, (first, end) in enumerate(
+                zip(layer.first[rows].tolist(), layer.end[rows].tolist(), strict=True)
+            ):
+                own = chunk.start + offset
+                if end != own + 1 or first != (max(0, own + 1 - window) if window else 0):
+                    message = f"layer {index}, {chunk.key}: position {own} sees keys {first} to {end - 1}"
+                    raise _broken("causality", message)
+
+
+def equal_lengths(step: Step) -> None:
+    """Every layer holds K and V of every token of the step, bit for bit (A6.1)."""
+    cache = step.engine.cache
+    for index, layer in enumerate(step.layers):
+        for chunk, rows in step.rows():
+            k, v = cache.sequence(index, chunk.pages, chunk.start + len(chunk.ids))
+            for name, stored, computed in (("k", k, layer.k), ("v", v, layer.v)):
+                wanted = computed[rows].to(cache.dtype).transpose(0, 1)  # [Hkv, n, d]
+                wrong = torch.nonzero((stored[:, chunk.start :] != wanted).any(-1).any(0))
+                if wrong.numel():
+                    token = chunk.start + int(wrong[0])
+                    raise _broken("equal_lengths", f"layer {index}, {chunk.key}: {name} of token {token} is not cached")
+
+
+def attention_reference(step: Step) -> None:
+    """Attention equals the reference over the sequence's own cached keys (A4)."""
+    spec, cache = step.engine.spec, step.engine.cache
+    for index, layer in enumerate(step.layers):
+        for chunk, rows in step.rows():
+            k, v = cache.sequence(index, chunk.pages, chunk.start + len(chunk.ids))
+            numbers = torch.arange(k.shape[1], device=k.device)
+            visible = (numbers >= layer.first[rows, None]) & (numbers < layer.end[rows, None])
+            expected = attend(layer.q[rows], k, v, visible, spec.scale, spec.soft_cap)
+            error = relative_error(layer.attended[rows], expected)
+            if not error <= step.tolerance:
+                raise _broken("attention_reference", f"layer {index}, {chunk.key}: attention is off by {error:.2g}")
+
+
+def first_step_prefix(step: Step) -> None:
+    """Logits are the head's scores of the last token of the sequence they are given to (A7)."""
+    final = step.layers[-1].y
+    for chunk, rows in step.rows():
+        if chunk.logits == "none":
+            continue
+        own = final[rows] if chunk.logits == "all" else final[rows][-1:]
+        expected = step.engine.decoder_logits(own)
+        error = relative_error(step.output.logits[chunk.key], expected)
+        if not error <= step.tolerance:
+            raise _broken("first_step_prefix", f"{chunk.key}: the logits are of another prefix (off by {error:.2g})")
+
+
+CHECKS: dict[str, Callable[[Step], None]] = {
+    check.__name__: check
+    for check in (token_positions, causality, equal_lengths, attention_reference, first_step_prefix)
+}
+ALL = frozenset(CHECKS)
+INVARIANTS = ALL - {"attention_reference"}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where two runs differ by more than the tolerance."""
+
+    layer: int  # -1: before the first layer; the number of layers: the logits
+    what: str  # positions | x | k | v | attended | y | logits | top
+    error: float
+
+
+def baseline(engine: Engine, ids: tuple[int, ...], pages: tuple[int, ...]) -> tuple[StepTrace, StepOutput]:
+    """One sequence, no reuse, one step: what every other run of these ids is compared with."""
+    trace = StepTrace()
+    output = engine.step(StepPlan((Chunk("baseline", ids, 0, pages, "all"),)), trace=trace)
+    return trace, output
+
+
+def first_divergence(
+    engine: Engine, base: tuple[StepTrace, StepOutput], run: list[tuple[StepTrace, StepOutput]], key: str
+) -> Divergence | None:
+    """Compares the steps that ran sequence `key` (in order) with its baseline, layer by layer.
+
+    Positions are compared exactly, tensors and logits within TOLERANCES, and where both top
+    scores are further apart than that, the top id as well. None: no divergence.
+    """
+    tolerance = TOLERANCES[engine.config.dtype]
+    whole = base[0]
+    parts = [(trace, _rows_of(trace, key)) for trace, _ in run]
+    positions = torch.cat([_batch(trace).positions[rows] for trace, rows in parts])
+    if not torch.equal(positions, _batch(whole).positions[-len(positions) :]):
+        return Divergence(-1, "positions", float("inf"))
+    for layer in range(len(whole.layers)):
+        for what in ("x", "k", "v", "attended", "y"):
+            got = torch.cat([getattr(trace.layers[layer], what)[rows] for trace, rows in parts])
+            error = relative_error(got, getattr(whole.layers[layer], what)[-len(got) :])
+            if not error <= tolerance:
+                return Divergence(layer, what, error)
+    got, want = run[-1][1].logits[key][-1], base[1].logits["baseline"][-1]
+    error = relative_error(got, want)
+    if not error <= tolerance:
+        return Divergence(len(whole.layers), "logits", error)
+    best = want.topk(2).values
+    if int(got.argmax()) != int(want.argmax()) and float(best[0] - best[1]) > 2 * tolerance * float(want.abs().max()):
+        return Divergence(len(whole.layers), "top", error)
+    return None
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference over the largest absolute value expected; nan if either has one."""
+    if got.shape != expected.shape:
+        return float("inf")
+    difference = (got.double() - expected.double()).abs().max()
+    return float(difference / expected.double().abs().max().clamp(min=1e-30))
+
+
+def _batch(trace: StepTrace) -> Batch:
+    if trace.batch is None:
+        raise Internal("the trace is of no step", field="trace")
+    return trace.batch
+
+
+def _rows_of(trace: StepTrace, key: str) -> slice:
+    row = 0
+    for chunk in _batch(trace).chunks:
+        if chunk.key == key:
+            return slice(row, row + len(chunk.ids))
+        row += len(chunk.ids)
+    raise Internal(f"the step did not run {key}", field="key")
+
+
+def _broken(name: str, message: str) -> Internal:
+    return Internal(message, reason=name, field="checks", remedy="the result was not released; report this")

@@ -1,0 +1,117 @@
+"""The pools as Ray Serve applications: one deployment per pool, each replica one worker.
+
+A replica only starts the same worker as `python -m prefill_worker` or `python -m
+decode_worker`, which registers its own address with a lease. Ray manages processes (start,
+health, restart, count, resources); neither requests nor caches pass through it. Serve sees
+none of our traffic, so its own drain returns at once and the real one is in `__del__`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+from ray.serve.schema import LoggingConfig
+
+from decode_worker.worker import DecodeWorker
+from pdserve.config import Config, load_config
+from pdserve.engine.load import load_model, model_path
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.registry.open import open_registry
+from pdserve.registry.records import DECODE, PREFILL
+from pdserve.tokenizer import load_bundle
+from prefill_worker.worker import PrefillWorker
+
+log = logging.getLogger(__name__)
+
+Worker = PrefillWorker | DecodeWorker
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What Ray needs to know of one pool."""
+
+    role: str  # PREFILL | DECODE
+    replicas: int
+    cpus: float
+    gpus: float
+    grace_s: float  # longest drain of a replica
+
+    @property
+    def application(self) -> str:
+        return f"pdserve-{self.role}"
+
+
+def pools(config: Config) -> tuple[Pool, Pool]:
+    p = config.pools
+    return (
+        Pool(PREFILL, p.prefill, p.prefill_cpus, p.prefill_gpus, config.prefill.grace_s),
+        Pool(DECODE, p.decode, p.decode_cpus, p.decode_gpus, config.decode.grace_s),
+    )
+
+
+def application(config: Config, pool: Pool) -> serve.Application:
+    """The Serve application of one pool."""
+    deployment = serve.deployment(
+        name=pool.role,
+        num_replicas=pool.replicas,
+        # Serve starts one replica by itself when another dies; the router routes around it meanwhile.
+        ray_actor_options={"num_cpus": pool.cpus, "num_gpus": pool.gpus},
+        graceful_shutdown_timeout_s=pool.grace_s + 5.0,
+        health_check_period_s=2.0,
+        health_check_timeout_s=30.0,
+        logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+    )(WorkerReplica)
+    return deployment.bind(pool.role, config)
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """Entry point for `serve deploy`: import_path "pdserve.ray_app:build", args {config, pool}.
+
+    Raises ConfigError for an unknown pool or a configuration that cannot work.
+    """
+    config = load_config(args.get("config"))
+    for pool in pools(config):
+        if pool.role == args.get("pool"):
+            return application(config, pool)
+    raise ConfigError(f"{args.get('pool')!r} is no pool", field="pool", remedy=f"use {PREFILL} or {DECODE}")
+
+
+class WorkerReplica:
+    """One worker in a Ray actor, on the event loop that Serve runs it on."""
+
+    async def __init__(self, role: str, config: Config) -> None:
+        settings = config.prefill if role == PREFILL else config.decode
+        self._registry = open_registry(settings.registry.url, settings.registry, settings.rpc)
+        path = model_path(settings.model)
+        # Loading takes seconds; Serve's own health calls must be answered meanwhile.
+        model = await asyncio.to_thread(load_model, path, settings.engine.dtype, settings.engine.device)
+        bundle = await asyncio.to_thread(load_bundle, path)
+        self._worker: Worker = (
+            PrefillWorker(model, bundle, config.prefill, self._registry)
+            if role == PREFILL
+            else DecodeWorker(model, bundle, config.decode, self._registry)
+        )
+        self._grace_s = settings.grace_s
+        await self._worker.start()
+
+    async def check_health(self) -> None:
+        """Called by Serve; raising makes it replace this replica."""
+        if self._worker.broken.is_set():
+            raise Unavailable("a background task of the worker has died", reason="WORKER_BROKEN")
+
+    async def describe(self) -> str:
+        """The worker's id, which is also its name in the registry."""
+        return self._worker.worker_id
+
+    async def __del__(self) -> None:
+        """Drains: Serve awaits this when it stops the replica, and nothing else here waits for requests."""
+        worker = getattr(self, "_worker", None)
+        if worker is not None:
+            await worker.drain(self._grace_s)
+            await worker.stop()
+            await self._registry.close()

@@ -1,0 +1,227 @@
+"""Prompts through the engine and over the wire: one loop that steps, one task per handoff.
+
+    submit --> waiting --> loop: admit, plan, engine step, apply
+                             |
+               _hand_over(): drives the prompt's sender to decode's acknowledgement,
+                             then returns the pages, then answers the caller
+
+Who ends a prompt early: its caller, the reaper, drain, a failed step; all through `end`. Who returns
+its pages: `_hand_over` alone, after the step that writes them and the sender that reads them are over.
+A prompt that still waits has none.
+
+Cancellation is looked at between layers. A step that several prompts share stops early only
+when all of them were dropped: the others keep their work, and the dropped one's pages come
+back when that step ends, which chunk_tokens bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from cache_transfer.contract import WorkerContract
+from cache_transfer.sender import HandoffSender, SendReport
+from pdserve.engine.blocks import BlockManager
+from pdserve.engine.cache import SequenceSource
+from pdserve.engine.engine import Engine
+from pdserve.engine.plan import StepOutput, StepPlan
+from pdserve.engine.runner import EngineThread
+from pdserve.errors import Internal, InvalidRequest, PdserveError
+from prefill_worker.admission import PrefillRequest, cache_identity, receiver_address
+from prefill_worker.background import Background
+from prefill_worker.handoff import Job, exit_state
+from prefill_worker.peers import Peers
+from prefill_worker.scheduler import Prompt, Scheduler, State
+from prefill_worker.settings import PrefillSettings
+
+log = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """All prompts of one worker. Event loop only, except for what the engine's thread calls back.
+
+    Args:
+        thread: the engine's.
+        peers: connections to decode workers.
+        background: runs the handoffs; the owner runs `loop` in it too.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        contract: WorkerContract,
+        settings: PrefillSettings,
+        blocks: BlockManager,
+        thread: EngineThread,
+        peers: Peers,
+        background: Background,
+    ) -> None:
+        self.scheduler = Scheduler(
+            blocks,
+            page_size=blocks.page_size,
+            chunk_tokens=settings.chunk_tokens,
+            max_queue=settings.max_queue,
+            max_running=settings.max_running,
+            lease_s=settings.lease_s,
+        )
+        self.tokens_per_s = 0.0  # of prompts, while the engine computes; smoothed
+        self.jobs: dict[Prompt, Job] = {}  # every prompt that waits or holds pages
+        self.quiet = asyncio.Event()  # no prompt is here
+        self.quiet.set()
+        self._engine = engine
+        self._contract = contract
+        self._thread = thread
+        self._peers = peers
+        self._background = background
+        self._submitted = 0  # prompts so far
+        self._wake = asyncio.Event()  # the loop has something to look at
+        self._closed = False
+
+    def submit(self, request: PrefillRequest, deadline_s: float) -> Job:
+        """Queues a checked request. Raises Exhausted (QUEUE_FULL) or InvalidRequest (BAD_ADDRESS)."""
+        now = time.monotonic()
+        self._submitted += 1
+        prompt = Prompt(
+            owner=f"{request.request_id}/{self._submitted}",
+            ids=request.ids,
+            identity=cache_identity(self._contract, request.adapter, request.tenant),
+            deadline=now + deadline_s,
+            # A ticket that ran out in the queue would be refused after all the work.
+            queue_deadline=now + min(deadline_s, request.ticket.ttl_ms / 1000),
+        )
+        wait_s = self.scheduler.queued_tokens / self.tokens_per_s if self.tokens_per_s else 1.0
+        self.scheduler.submit(prompt, retry_after_ms=max(1, round(1000 * wait_s)))
+        try:
+            address = receiver_address(request.ticket)
+            transport = self._peers.take(address)
+        except InvalidRequest:
+            self.scheduler.release(prompt, State.REFUSED)
+            raise
+        job = Job(request, prompt, address, transport, asyncio.get_running_loop().create_future(), received=now)
+        self.jobs[prompt] = job
+        self.quiet.clear()
+        self._wake.set()
+        return job
+
+    def end(self, job: Job, state: State, error: PdserveError) -> None:
+        """Tells a prompt to end early, for the first reason given."""
+        if job.prompt.state is State.QUEUED:
+            self.scheduler.release(job.prompt, state)
+            self._forget(job, error, None)
+        elif job.ending is None and job.sender is not None and not job.result.done():
+            job.ending = state, error
+            self.scheduler.drop(job.prompt)
+            job.sender.fail(error)
+
+    async def _hand_over(self, job: Job, sender: HandoffSender) -> None:
+        """From leaving the queue to the end, whatever the end is: the only place that returns pages."""
+        state, report = State.FAILED, None
+        error: PdserveError | None = Internal("the handoff ended without an error", reason="HANDOFF")
+        try:
+            report = await sender.run()
+            state, error = State.RELEASED, None
+        except PdserveError as failure:
+            state, error = job.ending or (exit_state(failure), failure)
+        finally:
+            self.scheduler.drop(job.prompt)
+            await job.still.wait()
+            self.scheduler.release(job.prompt, state)
+            self._forget(job, error, report)
+
+    def _forget(self, job: Job, error: PdserveError | None, report: SendReport | None) -> None:
+        """The prompt has left and its pages are back: log it, answer its caller, look at the queue again."""
+        del self.jobs[job.prompt]
+        self._background.spawn(self._peers.give_back(job.address), "connections")
+        if error is None:
+            prompt = job.prompt
+            log.info("%s: released, %d tokens in %d steps", prompt.owner, len(prompt.ids), prompt.chunks)
+        else:
+            log.warning("%s: %s: %s: %s", job.prompt.owner, job.prompt.state, error.reason, error)
+        job.settle(error, report)
+        if not self.jobs:
+            self.quiet.set()
+        self._wake.set()
+
+    def close(self) -> None:
+        """Lets `loop` return; no prompt may be left."""
+        self._closed = True
+        self._wake.set()
+
+    # -- the loop --------------------------------------------------------------------------
+
+    async def loop(self) -> None:
+        """Admit, plan, run, apply, until `close`."""
+        while not self._closed:
+            for prompt in self.scheduler.admit(time.monotonic()):
+                self._begin(self.jobs[prompt])
+            plan, prompts = self.scheduler.plan()
+            if not prompts:
+                await self._wake.wait()
+                self._wake.clear()
+                continue
+            jobs = [self.jobs[prompt] for prompt in prompts]
+            try:
+                self._apply(plan, jobs, await self._step(plan, jobs))
+            finally:
+                for job in jobs:
+                    job.still.set()
+
+    def _begin(self, job: Job) -> None:
+        """A prompt left the queue: opens its push, while the next step may compute it already."""
+        prompt, request = job.prompt, job.request
+        job.admitted = time.monotonic()
+        job.sender = HandoffSender(
+            job.transport,
+            request.ticket,
+            request.identity,
+            self._contract,
+            SequenceSource(self._engine.cache, prompt.pages, 0, len(prompt.ids)),
+            logits_only=request.logits_only,
+            deadline_s=max(0.0, prompt.deadline - job.admitted),
+        )
+        job.announce(range(self._engine.spec.layers), 0, prompt.cached)
+        self._background.spawn(self._hand_over(job, job.sender), f"handover {prompt.owner}")
+
+    async def _step(self, plan: StepPlan, jobs: Sequence[Job]) -> StepOutput | PdserveError:
+        """Runs one plan in the engine's thread. Its error ends the prompts in it, not the worker."""
+        now = time.monotonic()
+        for job in jobs:
+            job.still.clear()
+            job.computing = job.computing or now
+        ranges = [(job, c.start, c.start + len(c.ids)) for job, c in zip(jobs, plan.chunks, strict=True)]
+
+        def on_layer(layer: int) -> None:
+            for job, start, end in ranges:
+                job.announce((layer,), start, end)
+
+        def cancelled() -> bool:
+            return all(job.prompt.dropped for job in jobs)
+
+        try:
+            step = partial(self._engine.step, plan, on_layer=on_layer, cancelled=cancelled)
+            output = await self._thread.run(step)
+        except PdserveError as error:
+            return error
+        except Exception:
+            log.exception("a step failed")
+            return Internal("the engine failed", reason="ENGINE_FAILED", remedy="see the worker's log", retryable=True)
+        tokens = sum(len(chunk.ids) for chunk in plan.chunks)
+        rate = tokens / max(time.monotonic() - now, 1e-6)
+        self.tokens_per_s = 0.8 * self.tokens_per_s + 0.2 * rate if self.tokens_per_s else rate
+        return output
+
+    def _apply(self, plan: StepPlan, jobs: Sequence[Job], output: StepOutput | PdserveError) -> None:
+        """Books a step: logits of complete prompts go to their senders, prompts of a failed step end."""
+        if isinstance(output, PdserveError):
+            for job in jobs:
+                self.end(job, State.FAILED, output)
+            return
+        for prompt in self.scheduler.apply(plan, [job.prompt for job in jobs]):
+            job = self.jobs[prompt]
+            try:
+                job.commit(output.logits[prompt.owner])
+            except Internal as error:
+                self.end(job, State.FAILED, error)

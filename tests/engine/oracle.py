@@ -1,0 +1,135 @@
+"""A second decoder, written apart from the engine: one sequence, no cache, one position at a time.
+
+Nothing here is imported from the engine but the spec and the canonical tensors, so a fault
+in the engine cannot hide in both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.loaded import LoadedModel
+from pdserve.engine.spec import ModelSpec
+
+
+def logits(model: LoadedModel, ids: Sequence[int]) -> Tensor:
+    """Raw scores at every position, [n, vocab_size] in float64."""
+    s, t = model.spec, {name: tensor.double() for name, tensor in model.tensors.items()}
+    xs = [_embed(s, t, token, position) for position, token in enumerate(ids)]
+    for layer in range(s.layers):
+        xs = _layer(s, t, layer, xs)
+    rows = []
+    for x in xs:
+        if s.final_norm:
+            x = _norm(s, t, "final_norm", x)
+        if s.out_width:
+            x = _affine(t, "out_proj", x)
+        head = t["embed"] if s.tied_head else t["head.weight"]
+        rows.append(head @ x + (t["head.bias"] if s.head_bias else 0.0))
+    return torch.stack(rows)
+
+
+def _embed(s: ModelSpec, t: Mapping[str, Tensor], token: int, position: int) -> Tensor:
+    x = t["embed"][token]
+    if s.embed_width:
+        x = _affine(t, "in_proj", x)
+    return x + t["pos"][position] if s.positions.kind == "learned" else x
+
+
+def _layer(s: ModelSpec, t: Mapping[str, Tensor], layer: int, xs: list[Tensor]) -> list[Tensor]:
+    p = f"layers.{layer}."
+    inputs = [_norm(s, t, p + "attn_norm", x) if s.norm_order == "pre" else x for x in xs]
+    q = [_heads(s, t, p + "q", h, s.heads, position) for position, h in enumerate(inputs)]
+    k = [_heads(s, t, p + "k", h, s.kv_heads, position) for position, h in enumerate(inputs)]
+    v = [_affine(t, p + "v", h).reshape(s.kv_heads, s.head_dim) for h in inputs]
+    outputs = []
+    for i, x in enumerate(xs):
+        heads = [_attend(s, layer, i, q[i][h], [row[h * s.kv_heads // s.heads] for row in k],
+                         [row[h * s.kv_heads // s.heads] for row in v]) for h in range(s.heads)]  # fmt: skip
+        y = x + _affine(t, p + "o", torch.cat(heads))
+        if s.norm_order == "pre":
+            outputs.append(y + _mlp(s, t, p, _norm(s, t, p + "mlp_norm", y)))
+        else:
+            y = _norm(s, t, p + "attn_norm", y)
+            outputs.append(_norm(s, t, p + "mlp_norm", y + _mlp(s, t, p, y)))
+    return outputs
+
+
+def _attend(s: ModelSpec, layer: int, i: int, q: Tensor, ks: list[Tensor], vs: list[Tensor]) -> Tensor:
+    window = s.window(layer)
+    seen = [j for j in range(i + 1) if not window or i - j < window]
+    scores = [float(q @ ks[j]) * s.scale for j in seen]
+    if s.soft_cap:
+        scores = [s.soft_cap * math.tanh(score / s.soft_cap) for score in scores]
+    weights = [math.exp(score - max(scores)) for score in scores]
+    total = torch.zeros_like(vs[0])
+    for weight, j in zip(weights, seen, strict=True):
+        total = total + weight / sum(weights) * vs[j]
+    return total
+
+
+def _heads(s: ModelSpec, t: Mapping[str, Tensor], name: str, h: Tensor, heads: int, position: int) -> Tensor:
+    rows = _affine(t, name, h).reshape(heads, s.head_dim)
+    if s.qk_norm:
+        scale = t[name + "_norm.scale"]
+        rows = torch.stack([row / torch.sqrt((row * row).mean() + s.norm_eps) * scale for row in rows])
+    return torch.stack([_rotate(s, row, position) for row in rows])
+
+
+def _rotate(s: ModelSpec, row: Tensor, position: int) -> Tensor:
+    if s.positions.kind != "rope":
+        return row
+    half, out = s.positions.dims // 2, row.clone()
+    for pair in range(half):
+        angle = position * _frequency(s, pair)
+        a, b = row[pair], row[pair + half]
+        out[pair] = a * math.cos(angle) - b * math.sin(angle)
+        out[pair + half] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def _frequency(s: ModelSpec, pair: int) -> float:
+    plain: float = s.positions.theta ** (-2 * pair / s.positions.dims)
+    if s.positions.scaling == "none":
+        return plain
+    options, turns = dict(s.positions.scaling_parameters), s.positions.original_max_positions * plain / (2 * math.pi)
+    if turns < options["low_freq_factor"]:
+        return plain / options["factor"]
+    if turns > options["high_freq_factor"]:
+        return plain
+    share = (turns - options["low_freq_factor"]) / (options["high_freq_factor"] - options["low_freq_factor"])
+    return (1 - share) * plain / options["factor"] + share * plain
+
+
+def _mlp(s: ModelSpec, t: Mapping[str, Tensor], p: str, z: Tensor) -> Tensor:
+    if s.mlp == "plain":
+        return _affine(t, p + "down", _act(s.activation, _affine(t, p + "up", z)))
+    return _affine(t, p + "down", _act(s.activation, _affine(t, p + "gate", z)) * _affine(t, p + "up", z))
+
+
+def _act(name: str, x: Tensor) -> Tensor:
+    if name == "silu":
+        return x / (1 + torch.exp(-x))
+    if name == "relu":
+        return torch.where(x > 0, x, torch.zeros_like(x))
+    if name == "gelu":
+        return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _norm(s: ModelSpec, t: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    if s.norm == "layer":
+        x = x - x.mean()
+    x = x / torch.sqrt((x * x).mean() + s.norm_eps)
+    if s.norm_scale:
+        x = x * t[name + ".scale"]
+    return x + t[name + ".shift"] if s.norm_shift else x
+
+
+def _affine(t: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    y = t[name + ".weight"] @ x
+    return y + t[name + ".bias"] if name + ".bias" in t else y

@@ -1,0 +1,111 @@
+"""Every ModelSpec option against the oracle, in prefill, chunks and decode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cache_transfer.contract import PositionScheme
+from pdserve.engine.engine import Engine
+from pdserve.engine.plan import Chunk, EngineConfig
+from pdserve.engine.spec import ModelSpec
+from pdserve.errors import CheckpointError
+from tests.engine import oracle
+from tests.engine.tiny import ROPE, prompt, run, spec, tiny_model
+
+LLAMA3 = PositionScheme(
+    kind="rope", theta=10000.0, dims=8, scaling="llama3", original_max_positions=16,
+    scaling_parameters=(("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0)),
+)  # fmt: skip
+LEARNED = PositionScheme(kind="learned", dims=512)
+BIASES = {"qkv_bias": True, "attn_out_bias": True, "mlp_bias": True, "head_bias": True, "projection_bias": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "multi-head": {"kv_heads": 4},
+    "one KV head, wide heads": {"kv_heads": 1, "head_dim": 24, "positions": replace(ROPE, dims=24)},
+    "partial rotation": {"positions": replace(ROPE, dims=4)},
+    "llama3": {"positions": LLAMA3},
+    "no positions": {"positions": PositionScheme(kind="none")},
+    "gpt2": {
+        "positions": LEARNED, "norm": "layer", "norm_shift": True, "mlp": "plain", "activation": "gelu_tanh",
+        "tied_head": True, **BIASES, "projection_bias": False,
+    },
+    "relu, unscaled": {"mlp": "plain", "activation": "relu", "norm_scale": False},
+    "gated gelu": {"activation": "gelu", "final_norm": False},
+    "q/k norm": {"qk_norm": True, "attention_scale": 0.7},
+    "post-norm, projections": {
+        "norm": "layer", "norm_shift": True, "norm_order": "post", "embed_width": 20, "out_width": 24, **BIASES,
+        "mlp": "plain", "activation": "gelu", "final_norm": False,
+    },
+    "windows, soft cap": {"sliding_window": (0, 5, 1), "soft_cap": 2.0},
+    "odd sizes": {"ffn_width": 37, "width": 30},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option(name: str, deterministic: bool) -> None:
+    model = tiny_model(spec(**OPTIONS[name]), "float64", seed=3)
+    ids, pages = prompt(23, seed=1), (7, 2, 5, 0, 11, 3)
+    expected = oracle.logits(model, ids)
+    order = "nhd" if deterministic else "hnd"
+    engine = Engine(
+        model, EngineConfig(dtype="float64", pages=12, page_size=4, axis_order=order, deterministic=deterministic)
+    )
+    whole = run(engine, Chunk("a", ids, 0, pages, "all")).logits["a"]
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-4 if "llama3" in name else 1e-10)
+    # chunks of unequal length, then one token at a time
+    parts = [run(engine, Chunk("a", ids[a:b], a, pages, "all")).logits["a"] for a, b in ((0, 6), (6, 13), (13, 19))]
+    parts += [run(engine, Chunk("a", ids[i : i + 1], i, pages)).logits["a"] for i in range(19, 23)]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("fp32", 1e-4), ("bf16", 0.5)])
+def test_other_dtypes_stay_near_the_oracle(dtype: str, tolerance: float) -> None:
+    model = tiny_model(spec(), dtype, seed=3)
+    ids = prompt(23, seed=1)
+    out = run(
+        Engine(model, EngineConfig(dtype=dtype, pages=12, page_size=4)), Chunk("a", ids, 0, tuple(range(6)), "all")
+    )
+    assert out.logits["a"].dtype == torch.float32
+    torch.testing.assert_close(out.logits["a"].double(), oracle.logits(model, ids), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "field, changes",
+    [
+        ("positions.kind", {"positions": PositionScheme(kind="alibi")}),
+        ("positions.scaling", {"positions": replace(ROPE, scaling="yarn")}),
+        ("positions.scaling_parameters", {"positions": replace(ROPE, scaling="llama3")}),
+        ("positions.interleaved", {"positions": replace(ROPE, interleaved=True)}),
+        ("positions.keys_cached_rotated", {"positions": replace(ROPE, keys_cached_rotated=False)}),
+        ("positions.dims", {"positions": replace(ROPE, dims=9)}),
+        ("positions.theta", {"positions": replace(ROPE, theta=0.0)}),
+        ("norm", {"norm": "batch"}),
+        ("norm_order", {"norm_order": "sandwich"}),
+        ("mlp", {"mlp": "experts"}),
+        ("activation", {"activation": "swish9"}),
+        ("kv_heads", {"kv_heads": 3}),
+        ("sliding_window", {"sliding_window": (4,)}),
+        ("tied_head", {"tied_head": True, "out_width": 16}),
+        ("context_limit", {"positions": PositionScheme(kind="learned", dims=100)}),
+    ],
+)
+def test_unknown_options_are_refused_by_name(field: str, changes: dict[str, Any]) -> None:
+    of: ModelSpec = spec(**changes)
+    with pytest.raises(CheckpointError) as error:
+        Engine(tiny_model(of), EngineConfig(dtype="fp32", pages=4))
+    assert error.value.field == field
+
+
+def test_two_engines_of_one_model_share_their_weights() -> None:
+    model = tiny_model()
+    a, b = (Engine(model, EngineConfig(dtype="fp32", pages=4)) for _ in range(2))
+    for first, second in zip(a.decoder.layers, b.decoder.layers, strict=True):
+        assert first.qkv.weight.data_ptr() == second.qkv.weight.data_ptr()
+        assert first.up.weight.data_ptr() == second.up.weight.data_ptr()
+    fused = a.decoder.layers[0].qkv.weight.untyped_storage().data_ptr()
+    assert {model.tensors[f"layers.0.{x}.weight"].untyped_storage().data_ptr() for x in "qkv"} == {fused}

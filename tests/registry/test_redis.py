@@ -1,0 +1,211 @@
+"""What only a real Redis can show: outages, freezes, restarts, passwords, foreign data."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from pdserve.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from pdserve.registry.client import RpcRegistry
+from pdserve.registry.memory import MemoryRegistry
+from pdserve.registry.open import describe_url, open_registry
+from pdserve.registry.records import READY, Load
+from pdserve.registry.redis import RedisRegistry
+from pdserve.registry.settings import RegistrySettings
+from pdserve.rpc.settings import RpcSettings
+from tests.redis_server import RedisServer, running_redis
+from tests.registry.records import FIRST_BOOT, record
+
+pytestmark = pytest.mark.redis
+SECRET = "pässw0rd-s3cret"
+
+
+async def unavailable(registry: RedisRegistry, within_s: float) -> Unavailable:
+    """Every method must fail with Unavailable, each within the time."""
+    error = None
+    for call in (
+        registry.snapshot(),
+        registry.register(record()),
+        registry.heartbeat("decode-a", FIRST_BOOT, READY, Load()),
+        registry.deregister("decode-a", FIRST_BOOT),
+    ):
+        began = time.monotonic()
+        with pytest.raises(Unavailable) as caught:
+            await call
+        assert time.monotonic() - began < within_s
+        error = caught.value
+    assert error is not None
+    return error
+
+
+async def test_an_outage_is_unavailable_and_ends_with_a_restart(redis_server: RedisServer) -> None:
+    registry = RedisRegistry(redis_server.url, timeout_s=1.0)
+    await registry.register(record())
+    redis_server.kill()
+    error = await unavailable(registry, within_s=1.5)
+    assert redis_server.address in str(error)
+    assert error.field == "registry.url"
+    assert error.remedy
+    redis_server.start()
+    # The restarted server is empty, and has forgotten the scripts too.
+    with pytest.raises(NotFound):
+        await registry.heartbeat("decode-a", FIRST_BOOT, READY, Load())
+    await registry.register(record())
+    assert [live.record for live in await registry.snapshot()] == [record()]
+    await registry.close()
+
+
+async def test_a_server_that_hangs_is_unavailable_in_bounded_time(redis_server: RedisServer) -> None:
+    registry = RedisRegistry(redis_server.url, timeout_s=0.3)
+    await registry.register(record())
+    redis_server.freeze()
+    error = await unavailable(registry, within_s=1.0)
+    assert redis_server.address in str(error)
+    redis_server.thaw()
+    await registry.snapshot()
+    await registry.close()
+
+
+async def test_user_password_and_database_come_from_the_url() -> None:
+    with running_redis("--user", "worker", "on", f">{SECRET}", "~*", "+@all", "--requirepass", "other") as server:
+        settings = RegistrySettings(key_prefix="site-b:")
+        url = f"redis://worker:p%C3%A4ssw0rd-s3cret@{server.address}/3"
+        registry = open_registry(url, settings)
+        await registry.register(record())
+        raw: Any = redis.asyncio.Redis(port=server.port, username="worker", password=SECRET, db=3)
+        assert sorted(await raw.keys("*")) == [b"site-b:worker:decode-a", b"site-b:workers"]
+        await raw.aclose()
+        await registry.close()
+
+
+async def test_a_wrong_password_is_named_but_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with running_redis("--requirepass", "right") as server:
+        registry = RedisRegistry(f"redis://:{SECRET}@{server.address}/0", timeout_s=1.0)
+        with caplog.at_level(logging.DEBUG):
+            error = await unavailable(registry, within_s=1.5)
+        await registry.close()
+    assert "password" in error.remedy
+    assert SECRET not in f"{error} {error.__cause__!r} {error.__suppress_context__} {caplog.text}"
+    assert error.__suppress_context__
+    assert server.address in str(error)
+
+
+async def test_two_prefixes_share_a_database(shared_redis: RedisServer) -> None:
+    left, right = (RedisRegistry(shared_redis.url, key_prefix=prefix) for prefix in ("left:", "right:"))
+    await left.register(record("in-left"))
+    assert await right.snapshot() == ()
+    assert [live.record.worker_id for live in await left.snapshot()] == ["in-left"]
+    await left.deregister("in-left", FIRST_BOOT)
+    await left.close()
+    await right.close()
+
+
+async def test_ended_workers_leave_nothing_in_redis(shared_redis: RedisServer) -> None:
+    raw: Any = redis.asyncio.Redis.from_url(shared_redis.url)
+    await raw.flushall()
+    registry = RedisRegistry(shared_redis.url)
+    await registry.register(record(lease_s=0.05))
+    await raw.blpop("nothing", timeout=0.2)  # time passes on the server, whose clock ends the lease
+    assert await raw.keys("*") == [b"pdserve:workers"]
+    assert await registry.snapshot() == ()
+    assert await raw.keys("*") == []
+    await registry.close()
+    await raw.aclose()
+
+
+async def test_unreadable_records_are_left_out_with_a_warning(
+    shared_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw: Any = redis.asyncio.Redis.from_url(shared_redis.url)
+    await raw.flushall()
+    registry = RedisRegistry(shared_redis.url)
+    await registry.register(record("good"))
+    await registry.register(record("broken"))
+    await registry.register(record("odd"))
+    await raw.hset("pdserve:worker:broken", "record", b"\xff\xff\xff")
+    await raw.hset("pdserve:worker:odd", "state", b"sleeping")
+    with caplog.at_level(logging.WARNING, "pdserve.registry.redis"):
+        assert [live.record.worker_id for live in await registry.snapshot()] == ["good"]
+    assert sorted(word for word in ("broken", "odd", "good") if word in caplog.text) == ["broken", "odd"]
+    await raw.flushall()
+    await registry.close()
+    await raw.aclose()
+
+
+async def test_a_record_no_reader_would_take_is_refused(shared_redis: RedisServer) -> None:
+    registry = RedisRegistry(shared_redis.url)
+    with pytest.raises(InvalidRequest) as caught:
+        await registry.register(record(role="both"))
+    assert caught.value.field == "role"
+    assert await registry.snapshot() == ()
+    await registry.close()
+
+
+async def test_many_callers_at_once(shared_redis: RedisServer) -> None:
+    registry = RedisRegistry(shared_redis.url)
+    names = [f"w{number:02}" for number in range(20)]
+    await asyncio.gather(*(registry.register(record(name)) for name in names))
+    assert [live.record.worker_id for live in await registry.snapshot()] == names
+    await asyncio.gather(*(registry.deregister(name, FIRST_BOOT) for name in names))
+    assert await registry.snapshot() == ()
+    await registry.close()
+
+
+async def test_open_registry_knows_every_scheme() -> None:
+    rpc = open_registry("grpc://127.0.0.1:5")
+    tls = open_registry("rediss://u:p@example.org:6380/1?ssl_cert_reqs=required")
+    assert isinstance(open_registry("memory://"), MemoryRegistry)
+    assert isinstance(rpc, RpcRegistry)
+    assert isinstance(tls, RedisRegistry)
+    assert tls.address == "rediss://example.org:6380/1"
+    pool = tls._client.connection_pool
+    assert pool.connection_class is redis.asyncio.SSLConnection
+    await rpc.close()
+    await tls.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://x",
+        "localhost:6379",
+        "redis://",
+        f"redis://:{SECRET}@",
+        f"redis://u:{SECRET}@h:port/0",
+        f"redis://u:{SECRET}@127.0.0.1:1/0?socket_timeout=soon",
+        "grpc://",
+        "grpc://host",
+    ],
+)
+def test_bad_urls_are_refused_without_their_password(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_registry(url, rpc=RpcSettings(allow_plaintext=True))
+    assert SECRET not in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("url", ["redis://10.0.0.1:6379/0", "grpc://10.0.0.1:5"])
+async def test_plaintext_beyond_this_machine_needs_leave(url: str) -> None:
+    with pytest.raises(ConfigError, match="allow_plaintext"):
+        open_registry(url)
+    registry = open_registry(url, rpc=RpcSettings(allow_plaintext=True))
+    await registry.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("memory://", "memory"),
+        ("grpc://127.0.0.1:5", "grpc://127.0.0.1:5"),
+        (f"redis://u:{SECRET}@h/2", "redis://h:6379/2"),
+        ("rediss://[::1]:7/0", "rediss://[::1]:7/0"),
+    ],
+)
+def test_describe_url_hides_secrets(url: str, shown: str) -> None:
+    assert describe_url(url) == shown

@@ -1,0 +1,322 @@
+"""Requests through real workers: the good case, and every way a worker can fail one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdserve.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Exhausted,
+    Incompatible,
+    Internal,
+    InvalidRequest,
+    PdserveError,
+    Unavailable,
+)
+from pdserve.registry.records import DECODE, PREFILL
+from pdserve.request import SamplingParams
+from pdserve.rpc.events import Accepted, Finish, TokenBatch
+from router.backlog import Event
+from router.request import Ask, Request, TokenPrompt
+from router.wire import WORKER_LOST
+from tests.engine.tiny import prompt
+from tests.router.peers import BadDecode, BadPrefill, another_tenant, serving
+from tests.router.support import ENGINE, VOCAB, House, finish_of, house, ids_of, model, record_of
+
+IDS = prompt(50, seed=3, vocab=VOCAB)
+
+
+async def request_of(
+    made: House, ids: tuple[int, ...] = IDS, timeout_s: float | None = None, **sampling: Any
+) -> Request:
+    params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | sampling))
+    return await made.router.intake.take(Ask(TokenPrompt(ids), params, want_record=True, timeout_s=timeout_s))
+
+
+async def failure_of(made: House, **options: Any) -> tuple[list[Event], PdserveError]:
+    """What a failing request delivered before its error, and the error."""
+    events: list[Event] = []
+    with pytest.raises(PdserveError) as caught:
+        async for event in made.router.orchestrator.generate(await request_of(made, **options)):
+            events.append(event)
+    return events, caught.value
+
+
+async def test_a_request_from_accepted_to_finish_and_its_record(caplog: pytest.LogCaptureFixture) -> None:
+    async with house() as made:
+        with caplog.at_level(logging.INFO, "router.record"):
+            cold = await made.generate(IDS, max_tokens=12)
+        assert isinstance(cold[0], Accepted) and cold[0].prompt_tokens == 50
+        assert len(ids_of(cold)) == 12
+        finish, record = finish_of(cold), record_of(cold)
+        assert (finish.reason, finish.usage.prompt_tokens, finish.usage.output_tokens) == ("length", 50, 12)
+        assert finish.usage.cached_prompt_tokens == 0
+        assert (record.prefill_worker, record.decode_worker, record.attempts) == ("p0", "d0", 1)
+        assert (record.prompt_tokens, record.computed_tokens, record.sent_tokens) == (50, 50, 50)
+        # K and V of two layers, two KV heads of eight fp32, 50 tokens; and the logits.
+        assert record.bytes_sent == 2 * 2 * 2 * 8 * 4 * 50 + 4 * VOCAB
+        assert record.first_token_ms > record.prefill_ms > 0 and record.decode_tokens_per_s > 0
+        (line,) = [r.getMessage() for r in caplog.records]
+        assert json.loads(line.removeprefix("request "))["outcome"] == "length"
+
+        warm = await made.generate(IDS, max_tokens=12)
+        assert ids_of(warm) == ids_of(cold)
+        assert record_of(warm).computed_tokens < 50
+        assert finish_of(warm).usage.cached_prompt_tokens == 50 - record_of(warm).computed_tokens
+
+
+async def test_one_token_needs_no_cache_to_travel() -> None:
+    async with house() as made:
+        events = await made.generate(IDS, max_tokens=1)
+        assert (len(ids_of(events)), record_of(events).sent_tokens, record_of(events).frames_sent) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(("page_size", "axis_order"), [(8, "hnd"), (4, "nhd"), (2, "nhd")])
+async def test_other_page_layouts_are_converted_and_the_answer_is_the_same(page_size: int, axis_order: str) -> None:
+    async with house() as made:
+        plain = await made.generate(IDS, max_tokens=10)
+        await made.prefills[0].stop()
+        del made.prefills[0]
+        engine = replace(ENGINE, page_size=page_size, axis_order=axis_order)
+        await made.add_prefill("other", engine=engine)
+        converted = await made.generate(IDS, max_tokens=10)
+        assert ids_of(converted) == ids_of(plain)
+        codes = {d.code for d in record_of(converted).conversions}
+        assert codes == {
+            code
+            for code, differs in (("PAGE_SIZE", page_size != 4), ("PAGE_AXIS_ORDER", axis_order != "hnd"))
+            if differs
+        }
+
+
+async def test_a_dead_prefill_worker_is_replaced_on_the_same_decode_stream() -> None:
+    async with house() as made:
+        expected = ids_of(await made.generate(IDS, max_tokens=8))
+        await made.add_ghost("ghost", PREFILL)
+        made.make_look_busy("p0")
+        events = await made.generate(IDS, max_tokens=8)
+        assert ids_of(events) == expected
+        record = record_of(events)
+        assert (record.attempts, record.prefill_worker) == (2, "p0")
+        assert any("prefill worker ghost" in note and WORKER_LOST in note for note in record.notes)
+        assert [m.id for m in made.router.pool.ready("tiny")] == ["d0", "p0"]  # the ghost left the rotation
+
+
+async def test_a_dead_decode_worker_is_replaced_by_another_pair() -> None:
+    async with house() as made:
+        await made.add_ghost("ghost", DECODE)
+        made.make_look_busy("d0")
+        events = await made.generate(IDS, max_tokens=8)
+        assert len(ids_of(events)) == 8
+        assert (record_of(events).attempts, record_of(events).decode_worker) == (2, "d0")
+        assert "ghost" not in [m.id for m in made.router.pool.ready("tiny")]
+
+
+async def test_attempts_end_with_the_untried_pairs() -> None:
+    async with house(prefills=0) as made:
+        for number in range(3):
+            await made.add_ghost(f"ghost{number}", PREFILL)
+        events, error = await failure_of(made)
+        assert isinstance(error, Unavailable) and error.reason == WORKER_LOST
+        assert [type(event) for event in events] == [Accepted]
+        with pytest.raises(Unavailable) as caught:
+            await request_of(made)
+        assert caught.value.reason == "NO_PREFILL_WORKER"
+
+
+@pytest.mark.parametrize(
+    "error", [Exhausted("full", reason="QUEUE_FULL"), DataLoss("a byte"), DeadlineExceeded("lease")]
+)
+async def test_what_another_prefill_worker_may_do_better_is_tried_there(error: PdserveError) -> None:
+    peer = BadPrefill(error)
+    async with house() as made, serving(peer) as address:
+        await made.add_ghost("bad", PREFILL, address)
+        made.make_look_busy("p0")
+        events = await made.generate(IDS, max_tokens=8)
+        assert (len(ids_of(events)), record_of(events).attempts, peer.calls) == (8, 2, 1)
+        assert any(error.reason in note for note in record_of(events).notes)
+        assert "bad" in [m.id for m in made.router.pool.ready("tiny")]  # it answered: it is alive
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("no", field="prompt_ids"), Incompatible("no", field="MODEL_DIGEST"), Internal("no")]
+)
+async def test_what_no_worker_would_do_better_surfaces_at_once(error: PdserveError) -> None:
+    peer = BadPrefill(error)
+    async with house() as made, serving(peer) as address:
+        await made.add_ghost("bad", PREFILL, address)
+        made.make_look_busy("p0")
+        _, found = await failure_of(made)
+        assert (type(found), found.field, peer.calls) == (type(error), error.field, 1)
+
+
+@pytest.mark.parametrize("end", [None, Unavailable("going"), Exhausted("full")])
+async def test_a_decode_worker_that_fails_before_the_first_token_is_replaced(end: PdserveError | None) -> None:
+    async with house() as made, serving(BadDecode(made.decodes[0].contract, end=end)) as address:
+        await made.add_ghost("bad", DECODE, address)
+        made.make_look_busy("d0")
+        events = await made.generate(IDS, max_tokens=8)
+        assert (len(ids_of(events)), record_of(events).decode_worker) == (8, "d0")
+        assert sum(isinstance(event, Accepted) for event in events) == 1
+
+
+async def test_a_decode_worker_that_is_silent_is_given_up() -> None:
+    async with (
+        house(admit_timeout_s=0.2) as made,
+        serving(BadDecode(made.decodes[0].contract, mute=True)) as address,
+    ):
+        await made.add_ghost("mute", DECODE, address)
+        made.make_look_busy("d0")
+        events = await made.generate(IDS, max_tokens=8)
+        assert record_of(events).attempts == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "reason"),
+    [
+        (None, Unavailable, WORKER_LOST),
+        (Internal("broken"), Internal, "INTERNAL"),
+        (DataLoss("b"), DataLoss, "DATA_LOSS"),
+    ],
+)
+async def test_a_failure_after_the_first_token_is_a_typed_error_and_never_a_finish(
+    end: PdserveError | None, kind: type[PdserveError], reason: str
+) -> None:
+    async with house() as made:
+        bad = BadDecode(made.decodes[0].contract, tokens=3, end=end)
+        async with serving(bad) as address:
+            await made.add_ghost("bad", DECODE, address)
+            made.make_look_busy("d0")
+            events, error = await failure_of(made)
+            assert ids_of(events) == (0, 1, 2)
+            assert not any(isinstance(event, Finish) for event in events)
+            assert (type(error), error.reason, bad.calls) == (kind, reason, 1)
+
+
+async def test_an_answer_for_another_identity_is_refused() -> None:
+    async with house() as made:
+        bad = BadDecode(made.decodes[0].contract, tokens=1, end=Finish("stop"), change=another_tenant)
+        async with serving(bad) as address:
+            await made.add_ghost("bad", DECODE, address)
+            made.make_look_busy("d0")
+            events, error = await failure_of(made)
+            assert events == [] and isinstance(error, Incompatible)
+            assert error.field == "IDENTITY.tenant"
+
+
+async def test_a_worker_that_changed_since_the_snapshot_is_refused() -> None:
+    async with house() as made:
+        changed = replace(made.decodes[0].contract, model_digest=b"x" * 32)
+        async with serving(BadDecode(changed, tokens=1, end=Finish("stop"))) as address:
+            await made.add_ghost("bad", DECODE, address)
+            made.make_look_busy("d0")
+            events, error = await failure_of(made)
+            assert events == [] and error.field == "MODEL_DIGEST"
+
+
+async def test_an_incompatible_pool_gives_the_difference_before_any_work() -> None:
+    async with house(decodes=0) as made:
+        await made.add_decode("stranger", of=model(seed=1))
+        with pytest.raises(Incompatible) as caught:
+            await made.generate(IDS)
+        assert [d.code for d in caught.value.differences] == ["MODEL_DIGEST"]
+        await made.add_decode("fits")
+        events = await made.generate(IDS, max_tokens=4)
+        assert record_of(events).decode_worker == "fits"
+        assert any("stranger refused: MODEL_DIGEST" in note for note in record_of(events).notes)
+
+
+async def test_leaving_the_stream_cancels_both_calls() -> None:
+    peer = BadPrefill()
+    async with house(prefills=0) as made, serving(peer) as address:
+        await made.add_ghost("hangs", PREFILL, address)
+        async with aclosing(made.router.orchestrator.generate(await request_of(made))) as events:
+            assert isinstance(await anext(events), Accepted)
+            await asyncio.wait_for(peer.called.wait(), 5)
+        await asyncio.wait_for(peer.cancelled.wait(), 5)
+        # `house` ends by asserting that the decode worker holds nothing.
+
+
+async def test_leaving_in_the_middle_of_an_answer_frees_everything() -> None:
+    async with house() as made:
+        events = made.router.orchestrator.generate(await request_of(made, max_tokens=200))
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, TokenBatch):
+                    break
+        await made.assert_nothing_held()
+        assert len(ids_of(await made.generate(IDS, max_tokens=5))) == 5
+
+
+async def test_the_deadline_ends_a_request() -> None:
+    peer = BadPrefill()
+    async with house(prefills=0) as made, serving(peer) as address:
+        await made.add_ghost("hangs", PREFILL, address)
+        _, error = await failure_of(made, timeout_s=0.3)
+        assert isinstance(error, DeadlineExceeded) and "before its first token" in error.message
+        await asyncio.wait_for(peer.cancelled.wait(), 5)
+
+
+async def test_only_so_many_requests_are_active() -> None:
+    peer = BadPrefill()
+    async with house(prefills=0, max_active=1) as made, serving(peer) as address:
+        await made.add_ghost("hangs", PREFILL, address)
+        async with aclosing(made.router.orchestrator.generate(await request_of(made))) as events:
+            await anext(events)
+            _, error = await failure_of(made)
+            assert isinstance(error, Exhausted) and error.reason == "ROUTER_FULL"
+            assert error.retry_after_ms > 0
+
+
+async def test_a_full_queue_is_exhausted_and_the_others_are_unaffected() -> None:
+    async with house(decodes=0) as made:
+        await made.add_decode("d0", max_queue=1)
+        peer = BadPrefill()
+        async with serving(peer) as address:
+            await made.add_ghost("hangs", PREFILL, address)
+            made.make_look_busy("p0")
+            async with aclosing(made.router.orchestrator.generate(await request_of(made))) as waiting:
+                await anext(waiting)
+                _, error = await failure_of(made)
+                assert isinstance(error, Exhausted)
+        assert len(ids_of(await made.generate(IDS, max_tokens=5))) == 5
+
+
+async def test_a_slow_client_gets_every_token_in_fewer_messages() -> None:
+    async with house(backlog_tokens=16) as made:
+        expected = ids_of(await made.generate(IDS, max_tokens=150, ignore_eos=True))
+        request = await request_of(made, max_tokens=150)
+        batches: list[TokenBatch] = []
+        async with aclosing(made.router.orchestrator.generate(request)) as events:
+            async for event in events:
+                if isinstance(event, TokenBatch):
+                    batches.append(event)
+                    # A status round trip or two of time, in which tokens pile up.
+                    for _ in range(5):
+                        await made.router.pool.refresh()
+                        await made.assert_reachable()
+        assert tuple(token for batch in batches for token in batch.ids) == expected
+        assert [batch.first_index for batch in batches] == [
+            sum(len(b.ids) for b in batches[:i]) for i in range(len(batches))
+        ]
+        assert len(batches) < 150
+
+
+async def test_many_requests_over_two_pairs_equal_one_at_a_time() -> None:
+    prompts = [prompt(20 + 3 * i, seed=i, vocab=VOCAB) for i in range(8)]
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 0.8, "seed": 7}
+    async with house() as made:
+        alone = [ids_of(await made.generate(ids, **options)) for ids in prompts]
+    async with house(prefills=2, decodes=2) as made:
+        together = await asyncio.gather(*(made.generate(ids, **options) for ids in prompts))
+        assert [ids_of(events) for events in together] == alone
+        assert {record_of(events).prefill_worker for events in together} == {"p0", "p1"}
+        assert {record_of(events).decode_worker for events in together} == {"d0", "d1"}
