@@ -84,7 +84,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 class WorkerReplica:
     """One worker in a Ray actor, on the event loop that Serve runs it on."""
 
-    async def __init__(self, role: str, config: Config) -> None:
+    async def __init__(self, role: str, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
         settings = config.prefill if role == PREFILL else config.decode
         self._registry = open_registry(settings.registry.url, settings.registry, settings.rpc)
         path = model_path(settings.model)

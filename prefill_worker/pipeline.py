@@ -76,6 +76,7 @@ class Pipeline:
         self._thread = thread
         self._peers = peers
         self._background = background
+        self._reap_margin_s = 4 * settings.reap_s
         self._submitted = 0  # prompts so far
         self._wake = asyncio.Event()  # the loop has something to look at
         self._closed = False
@@ -180,7 +181,8 @@ class Pipeline:
             self._contract,
             SequenceSource(self._engine.cache, prompt.pages, 0, len(prompt.ids)),
             logits_only=request.logits_only,
-            deadline_s=max(0.0, prompt.deadline - job.admitted),
+            # The reaper speaks first: it says whose time is over. This is the backstop.
+            deadline_s=max(0.0, prompt.deadline - job.admitted) + self._reap_margin_s,
         )
         job.announce(range(self._engine.spec.layers), 0, prompt.cached)
         self._background.spawn(self._hand_over(job, job.sender), f"handover {prompt.owner}")

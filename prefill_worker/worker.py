@@ -255,7 +255,7 @@ def _overdue(prompt: Prompt) -> DeadlineExceeded:
             retryable=True,
         )
     return DeadlineExceeded(
-        "the handoff did not end within its lease",
+        "the handoff did not end within its lease, or its caller's deadline",
         reason="LEASE_ENDED",
         remedy="check that the decode worker has free pages, or raise lease_s",
         retryable=True,

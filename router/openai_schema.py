@@ -55,9 +55,10 @@ class Message(_Strict):
     tool_calls: None = None
 
     def plain(self) -> dict[str, str]:
-        parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content or ()]
-        named = {"name": self.name} if self.name else {}
-        return {"role": self.role, "content": "".join(parts), **named}
+        """Without what is None: the tokenizer refuses a message without content, by its place."""
+        content = "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content
+        given = {"role": self.role, "content": content, "name": self.name}
+        return {key: value for key, value in given.items() if value is not None}
 
 
 class StreamOptions(_Strict):

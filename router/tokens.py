@@ -96,7 +96,7 @@ async def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]
     if isinstance(prompt, ChatPrompt):
         if not prompt.messages:
             raise _empty("messages", "send at least one message")
-        characters = sum(len(message["content"]) for message in prompt.messages)
+        characters = sum(len(message.get("content", "")) for message in prompt.messages)
         if characters <= _INLINE_CHARACTERS:
             return tokenizer.apply_chat(prompt.messages)
         return await asyncio.to_thread(tokenizer.apply_chat, prompt.messages)

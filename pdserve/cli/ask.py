@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pdserve.cli.console import progress
 from pdserve.cli.state import read_running
-from pdserve.client import Client, Event, Tokens
+from pdserve.client import Client, Event, GenerateOptions, Tokens
 from pdserve.config import load_config
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.request import SamplingParams
@@ -45,16 +45,15 @@ def gateway_address(given: str) -> str:
 
 
 def ask_gateway(ask: Ask, gateway: str) -> Iterator[Event]:
+    options = GenerateOptions(
+        model=ask.model, sampling=ask.sampling, timeout_s=ask.timeout_s, want_record=ask.want_record
+    )
+    if ask.messages:
+        options["messages"] = ask.messages
+    if ask.token_ids is not None:
+        options["token_ids"] = ask.token_ids
     with Client(gateway_address(gateway)) as client:
-        yield from client.generate(
-            ask.text,
-            messages=ask.messages or None,
-            token_ids=ask.token_ids,
-            model=ask.model,
-            sampling=ask.sampling,
-            timeout_s=ask.timeout_s,
-            want_record=ask.want_record,
-        )
+        yield from client.generate(ask.text, **options)
 
 
 def ask_local(ask: Ask, config_path: Path | None) -> Iterator[Event]:

@@ -20,6 +20,7 @@ class Fields:
     """A mapping that remembers which keys were taken. A null value counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._named = frozenset(values)
         self._values = {key: value for key, value in values.items() if value is not None}
         self._where = where
         self._taken: set[str] = set()
@@ -27,17 +28,16 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    def names(self, key: str) -> bool:
+        """Whether the key is there at all, even as null."""
+        return key in self._named
+
     def take(self, key: str, default: Any = _MISSING) -> Any:
         """The value of a key; raises CheckpointError if it is absent and has no default."""
         self._taken.add(key)
         value = self._values.get(key, default)
         if value is _MISSING:
-            raise CheckpointError(
-                f"{self._where} has no {key}",
-                field=key,
-                reason="MISSING_KEY",
-                remedy="use a complete checkpoint; this key has no safe default",
-            )
+            raise self.missing(key)
         return value
 
     def integer(self, key: str, default: Any = _MISSING, *, minimum: int = 1, maximum: int = 2**62) -> int:
@@ -70,6 +70,14 @@ class Fields:
         if key in self._values and self._values[key] not in allowed:
             raise self.unsupported(key, self._values[key], f"only {', '.join(map(str, allowed))} is supported")
         self._taken.add(key)
+
+    def missing(self, key: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._where} has no {key}",
+            field=key,
+            reason="MISSING_KEY",
+            remedy="use a complete checkpoint; this key has no safe default",
+        )
 
     def unsupported(self, key: str, value: object, remedy: str) -> CheckpointError:
         return CheckpointError(

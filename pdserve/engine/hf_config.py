@@ -136,6 +136,8 @@ def _windows(family: Family, fields: Fields, layers: int) -> tuple[int, ...]:
         return ()
     window = fields.integer("sliding_window", None)
     if family.windows == "all":
+        if not fields.names("sliding_window"):  # null means none, but the peer's default is a window
+            raise fields.missing("sliding_window")
         return (window,) * layers if window else ()
     return _window_layers(fields, layers, window)
 
@@ -144,6 +146,8 @@ def _window_layers(fields: Fields, layers: int, window: int | None) -> tuple[int
     """Qwen's rules: off unless use_sliding_window; then layer_types, else all layers from max_window_layers on."""
     if not fields.flag("use_sliding_window", False):
         window = None
+    elif window is None:
+        raise fields.missing("sliding_window")
     first = fields.integer("max_window_layers", layers, minimum=0)
     default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
     types = fields.take("layer_types", default)

@@ -74,7 +74,7 @@ class StopMatcher:
         for position, byte in enumerate(text, start=len(self._held) + 1):
             complete = [automaton for automaton in self._automata if automaton.advance(byte)]
             if complete:
-                longest = min(complete, key=lambda automaton: len(automaton.pattern))
+                longest = max(complete, key=lambda automaton: len(automaton.pattern))
                 self._done, self._held = True, b""
                 return StopResult(data[: position - len(longest.pattern)], longest.text)
         keep = len(data) - max(automaton.state for automaton in self._automata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from cache_transfer.contract import WorkerContract
 from cache_transfer.sender import HandoffSender, SendReport
 from cache_transfer.transport import GrpcTransport
 from cache_transfer.wire import contract_to_proto, identity_from_proto, ticket_from_proto
+from decode_worker.sequence import State
 from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker
 from pdserve.engine.blocks import BlockManager
@@ -150,6 +152,23 @@ class Call:
         raise AssertionError("an error event must be the last one")
 
 
+class States(logging.Handler):
+    """Lets a test wait until some sequence has reached a state, as the worker's own log tells it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached: dict[State, asyncio.Event] = {state: asyncio.Event() for state in State}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert isinstance(record.args, tuple)
+        state = record.args[2]
+        assert isinstance(state, State)
+        self.reached[state].set()
+
+    async def wait(self, state: State) -> None:
+        await asyncio.wait_for(self.reached[state].wait(), WAIT_S)
+
+
 class Rig:
     """`worker` and everything needed to drive it."""
 
@@ -161,6 +180,7 @@ class Rig:
         self.stub = decode_pb2_grpc.DecodeStub(decode)
         self.decode = decode
         self.transport = GrpcTransport(push)
+        self.states = States()
 
     def call(
         self,
@@ -190,9 +210,11 @@ class Rig:
         ticket: common_pb2.Ticket | None = None,
         **changes: Any,
     ) -> HandoffSender:
-        """A sender that has everything to send; `run` it."""
+        """A sender that has everything to send, or only the first `layers`; `run` it."""
+        layers = changes.pop("layers", self.prefill.engine.spec.layers)
+        logits = changes.pop("logits", computed.logits)
         sender = HandoffSender(
-            self.transport,
+            changes.pop("transport", self.transport),
             ticket_from_proto(ticket or admitted.ticket),
             changes.pop("identity", None) or identity_from_proto(admitted.identity),
             changes.pop("contract", self.prefill.contract),
@@ -200,10 +222,11 @@ class Rig:
             logits_only=admitted.logits_only,
             **{"deadline_s": WAIT_S, **changes},
         )
-        for layer in range(self.prefill.engine.spec.layers):
+        for layer in range(layers):
             start = admitted.identity.start
             sender.computed(layer, (start, len(computed.ids)))
-        sender.logits(computed.dtype, computed.logits, len(computed.ids) - 1)
+        if layers == self.prefill.engine.spec.layers:
+            sender.logits(computed.dtype, logits, len(computed.ids) - 1)
         return sender
 
     async def push(self, admitted: decode_pb2.Admitted, computed: Computed, **changes: Any) -> SendReport:
@@ -236,6 +259,8 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     """Starts a worker; at the end checks that nothing leaked, and stops it."""
     torch.set_num_threads(1)
+    logger = logging.getLogger("decode_worker.sequence")
+    logger.setLevel(logging.DEBUG)
     engine = decode or tiny_engine(deterministic=True)
     own = prefill or tiny_engine(deterministic=True, pages=512)
     worker = DecodeWorker(engine, bundle, DecodeSettings(**{"reap_s": 0.02, "grace_s": 1.0, **settings}))
@@ -246,7 +271,11 @@ async def rig(
     try:
         async with channel(worker.address) as to_decode, channel(worker.transfer_address) as to_transfer:
             made = Rig(worker, source, to_decode, to_transfer)
-            yield made
+            logger.addHandler(made.states)
+            try:
+                yield made
+            finally:
+                logger.removeHandler(made.states)
             await made.empty()
     finally:
         await worker.stop()

@@ -27,10 +27,12 @@ from pdserve.engine.engine import Engine, OnLayer
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import Chunk, EngineConfig, StepOutput, StepPlan
 from pdserve.errors import PdserveError
+from pdserve.registry.records import Registry
+from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.channel import channel
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import from_rpc_error
-from pdserve.v1 import prefill_pb2, prefill_pb2_grpc
+from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from tests.engine.tiny import tiny_engine, tiny_model
@@ -126,14 +128,18 @@ class DecodeSide:
 
 
 class GatedEngine(Engine):
-    """A real engine that stops in every layer while it is closed. Make it on the test's loop."""
+    """A real engine that stops in every layer of a step of `stop_at` chunks or more, until it is opened.
 
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+    Make it on the test's loop.
+    """
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, stop_at: int) -> None:
         super().__init__(model, config)
         self._loop = asyncio.get_running_loop()
         self._gate = threading.Event()
+        self._stop_at = stop_at
         self.reached = asyncio.Event()  # it has stopped
-        self.layers_run = 0
+        self.layers_run = 0  # in steps that stop
 
     def open(self) -> None:
         self._gate.set()
@@ -142,22 +148,25 @@ class GatedEngine(Engine):
         def watched(layer: int) -> None:
             if on_layer is not None:
                 on_layer(layer)
-            self.layers_run += 1
-            self._loop.call_soon_threadsafe(self.reached.set)
-            assert self._gate.wait(WAIT_S)
+            if len(plan.chunks) >= self._stop_at:
+                self.layers_run += 1
+                self._loop.call_soon_threadsafe(self.reached.set)
+                assert self._gate.wait(WAIT_S)
 
         return super().step(plan, on_layer=watched, **options)
 
 
-def gated_engine() -> GatedEngine:
-    return GatedEngine(tiny_model(), EngineConfig(dtype="fp32", pages=64, page_size=4))
+def gated_engine(stop_at: int = 1) -> GatedEngine:
+    config = EngineConfig(dtype="fp32", pages=64, page_size=4, deterministic=True)
+    return GatedEngine(tiny_model(), config, stop_at)
 
 
 @dataclass
 class Rig:
     worker: PrefillWorker
     decode: DecodeSide
-    stub: Any
+    stub: Any  # Prefill
+    workers: Any  # Worker
     channel: grpc.aio.Channel
     tickets: list[Ticket] = field(default_factory=list)
 
@@ -188,17 +197,38 @@ class Rig:
 
     async def send(self, request: prefill_pb2.RunRequest, timeout: float = WAIT_S) -> prefill_pb2.RunResponse:
         """Calls Run; raises the typed error."""
-        try:
-            response = await self.stub.Run(request, timeout=timeout)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        assert isinstance(response, prefill_pb2.RunResponse)
-        return response
+        return await self.outcome(self.stub.Run(request, timeout=timeout))
 
     async def run(self, ids: Sequence[int], **options: Any) -> tuple[prefill_pb2.RunResponse, bytes]:
         """One whole prefill and handoff: (response, handoff id)."""
         request = self.request(ids, **options)
         return await self.send(request), request.ticket.handoff_id
+
+    def start(self, request: prefill_pb2.RunRequest) -> Any:
+        """The same call, running; `outcome` awaits it."""
+        return self.stub.Run(request, timeout=WAIT_S)
+
+    async def outcome(self, call: Any) -> prefill_pb2.RunResponse:
+        """Raises the typed error."""
+        try:
+            response = await asyncio.wait_for(call, WAIT_S)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        assert isinstance(response, prefill_pb2.RunResponse)
+        return response
+
+    async def until(self, holds: Callable[[], bool], within_s: float = WAIT_S) -> None:
+        """Looks at the worker between calls of its own Describe RPC until something holds."""
+        async with asyncio.timeout(within_s):
+            while not holds():
+                await self.workers.Describe(worker_pb2.DescribeRequest())
+
+    async def until_waiting(self, count: int) -> None:
+        await self.until(lambda: len(self.worker.pipeline.scheduler.waiting) == count)
+
+    async def until_dropped(self) -> None:
+        """A running prompt was told to end."""
+        await self.until(lambda: any(p.dropped for p in self.worker.pipeline.scheduler.running))
 
     async def idle(self, within_s: float = WAIT_S) -> None:
         """Returns when the worker has no prompt; then nothing is held."""
@@ -211,14 +241,22 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    *, prefill: Engine | None = None, decode: Engine | None = None, registry: Any = None, **settings: Any
+    *,
+    prefill: Engine | None = None,
+    decode: Engine | None = None,
+    registry: Registry | None = None,
+    heartbeat_s: float = 1.0,
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
     """Starts both sides; at the end checks that neither leaked, and stops them."""
     torch.set_num_threads(1)
     worker = PrefillWorker(
         prefill or tiny_engine(deterministic=True),
         None,
-        PrefillSettings(**{"reap_s": 0.02, "grace_s": 1.0, "chunk_tokens": 16, "max_running": 4, **settings}),
+        PrefillSettings(
+            registry=RegistrySettings(heartbeat_s=heartbeat_s),
+            **{"reap_s": 0.02, "grace_s": 1.0, "chunk_tokens": 16, "max_running": 4, **settings},
+        ),
         registry,
     )
     side = DecodeSide(decode or tiny_engine(page_size=8, pages=64, axis_order="nhd", deterministic=True))
@@ -227,7 +265,7 @@ async def rig(
     try:
         async with channel(address) as to_worker:
             stub = prefill_pb2_grpc.PrefillStub(to_worker)
-            made = Rig(worker, side, stub, to_worker)
+            made = Rig(worker, side, stub, worker_pb2_grpc.WorkerStub(to_worker), to_worker)
             yield made
             await made.idle()
             assert not worker.broken.is_set()

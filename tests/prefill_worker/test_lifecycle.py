@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Coroutine
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
-import grpc
 import pytest
 import torch
 
+from pdserve.engine.engine import Engine
+from pdserve.engine.plan import EngineConfig
 from pdserve.errors import (
+    Cancelled,
     ConfigError,
     DeadlineExceeded,
     Exhausted,
@@ -22,104 +22,72 @@ from pdserve.errors import (
     Refused,
     Unavailable,
 )
-from pdserve.rpc.status import from_rpc_error
-from pdserve.v1 import prefill_pb2
-from prefill_worker.scheduler import State
 from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
-from tests.engine.tiny import prompt, tiny_engine
-from tests.prefill_worker.rig import Rig, check_equal, gated_engine, local, rig
+from tests.engine.tiny import prompt, tiny_engine, tiny_model
+from tests.prefill_worker.rig import check_equal, gated_engine, local, rig
 
 T = TypeVar("T")
 
 
-async def soon(wait: Coroutine[Any, Any, T], within_s: float = 5.0) -> T:
-    return await asyncio.wait_for(wait, within_s)
-
-
-def start(made: Rig, request: prefill_pb2.RunRequest) -> Any:
-    """The call, running."""
-    return made.stub.Run(request, timeout=10)
-
-
-async def error_of(call: Any) -> PdserveError:
-    with pytest.raises(grpc.RpcError) as failure:
-        await soon(call.__await__().__class__ and _awaited(call))
-    return from_rpc_error(failure.value)
-
-
-async def _awaited(call: Any) -> Any:
-    return await call
-
-
-def waiting(made: Rig) -> int:
-    return made.worker.record().load.waiting
-
-
-async def until_waiting(made: Rig, count: int) -> None:
-    """Describes the worker over and over, through its own RPC, until so many prompts wait."""
-    async with asyncio.timeout(5):
-        while waiting(made) != count:
-            await made.describe()
+async def soon(wait: Awaitable[T]) -> T:
+    return await asyncio.wait_for(wait, 5.0)
 
 
 async def test_cancelled_in_the_queue() -> None:
     engine = gated_engine()
     async with rig(prefill=engine, max_running=1) as made:
-        first = start(made, made.request(prompt(9)))
+        first = made.start(made.request(prompt(9)))
         await soon(engine.reached.wait())
-        second = start(made, made.request(prompt(10)))
-        await until_waiting(made, 1)
+        second = made.start(made.request(prompt(10)))
+        await made.until_waiting(1)
         second.cancel()
-        await until_waiting(made, 0)
+        await made.until_waiting(0)
         engine.open()
-        response = await soon(_awaited(first))
-        assert response.computed_tokens == 9
+        assert (await made.outcome(first)).computed_tokens == 9
         assert len(made.decode.received) == 1
 
 
 async def test_cancelled_between_two_layers_of_a_chunk() -> None:
     engine = gated_engine()
     async with rig(prefill=engine) as made:
-        call = start(made, made.request(prompt(30)))
+        call = made.start(made.request(prompt(30)))
         await soon(engine.reached.wait())
         assert made.worker.blocks.held_count == 8
         call.cancel()
-        await soon(made.dropped())
+        await made.until_dropped()
+        assert made.worker.blocks.held_count == 8  # the step may still write them
         engine.open()
         await made.idle(within_s=1.0)
         assert engine.layers_run == 1  # of three, in the first of two chunks
-        await soon(made.until_aborts(1))
+        assert not made.decode.received
 
 
 async def test_a_prompt_that_shares_the_step_survives_the_others_cancellation() -> None:
-    engine = gated_engine()
+    engine = gated_engine(stop_at=2)
     async with rig(prefill=engine) as made:
-        made.decode.may_grant.clear()
-        first = start(made, made.request(prompt(40, seed=1)))
+        first = made.start(made.request(prompt(60, seed=1)))
+        second = made.start(made.request(prompt(40, seed=2)))
         await soon(engine.reached.wait())
-        second = start(made, made.request(prompt(40, seed=2)))
-        await until_waiting(made, 1)
-        engine.open()
-        await soon(made.decode.granting.wait())
         first.cancel()
-        made.decode.may_grant.set()
-        response = await soon(_awaited(second))
-        assert response.sent_tokens == 40
-        check_equal(made, made.tickets[1].handoff_id, local(tiny_engine(), prompt(40, seed=2), 16), logits=False)
+        await made.until_dropped()
+        engine.open()
+        assert (await made.outcome(second)).sent_tokens == 40
+        assert engine.layers_run == 3  # the shared step ran to its end
+        expected = local(tiny_engine(deterministic=True), prompt(40, seed=2))
+        check_equal(made, made.tickets[1].handoff_id, expected)
 
 
 async def test_cancelled_in_the_middle_of_the_transfer() -> None:
     async with rig() as made:
         made.decode.may_write.clear()
-        call = start(made, made.request(prompt(30)))
+        call = made.start(made.request(prompt(30)))
         await soon(made.decode.writing.wait())
         assert made.worker.blocks.held_count == 8
         call.cancel()
         await made.idle(within_s=1.0)
-        made.decode.may_write.set()
-        await soon(made.until_aborts(1))
         assert not made.decode.received
+        made.decode.may_write.set()
 
 
 async def test_decode_refuses_to_grant() -> None:
@@ -128,7 +96,7 @@ async def test_decode_refuses_to_grant() -> None:
         with pytest.raises(Exhausted) as failure:
             await made.send(made.request(prompt(30)))
         assert failure.value.reason == "NO_PAGES"
-        await made.idle()
+        await made.idle(within_s=1.0)
 
 
 @pytest.mark.parametrize(("field", "kind"), [("attempt", Refused), ("incarnation", Fenced)])
@@ -138,6 +106,7 @@ async def test_decode_does_not_know_the_ticket(field: str, kind: type[PdserveErr
         setattr(request.ticket, field, 7 if field == "attempt" else bytes(16))
         with pytest.raises(kind):
             await made.send(request)
+        await made.idle(within_s=1.0)
 
 
 async def test_a_ticket_is_good_for_one_cache() -> None:
@@ -152,14 +121,14 @@ async def test_a_ticket_is_good_for_one_cache() -> None:
 async def test_decode_dies_in_the_middle_of_the_transfer() -> None:
     async with rig() as made:
         made.decode.may_write.clear()
-        call = start(made, made.request(prompt(30)))
+        call = made.start(made.request(prompt(30)))
         await soon(made.decode.writing.wait())
         stopping = asyncio.ensure_future(made.decode.server.stop())
-        error = await error_of(call)
-        assert isinstance(error, Unavailable | PdserveError) and error.reason in ("UNAVAILABLE", "CANCELLED")
+        with pytest.raises((Unavailable, Cancelled)):
+            await made.outcome(call)
         await made.idle(within_s=1.0)
         made.decode.may_write.set()
-        await soon(_awaited(stopping))
+        await soon(stopping)
 
 
 async def test_decode_was_never_there() -> None:
@@ -168,22 +137,23 @@ async def test_decode_was_never_there() -> None:
         with pytest.raises(Unavailable) as failure:
             await made.send(made.request(prompt(30)))
         assert failure.value.retryable
+        await made.idle(within_s=1.0)
 
 
 async def test_a_full_queue_refuses_with_a_hint() -> None:
     engine = gated_engine()
     async with rig(prefill=engine, max_running=1, max_queue=1) as made:
-        first = start(made, made.request(prompt(9)))
+        first = made.start(made.request(prompt(9)))
         await soon(engine.reached.wait())
-        second = start(made, made.request(prompt(9)))
-        await until_waiting(made, 1)
+        second = made.start(made.request(prompt(9)))
+        await made.until_waiting(1)
         with pytest.raises(Exhausted) as failure:
             await made.send(made.request(prompt(9)))
         assert (failure.value.reason, failure.value.retryable) == ("QUEUE_FULL", True)
         assert failure.value.retry_after_ms > 0
         engine.open()
-        await soon(_awaited(first))
-        await soon(_awaited(second))
+        await made.outcome(first)
+        await made.outcome(second)
 
 
 async def test_prompts_wait_for_pages_and_all_get_them() -> None:
@@ -197,7 +167,7 @@ async def test_prompts_wait_for_pages_and_all_get_them() -> None:
 async def test_the_tickets_time_ends_in_the_queue() -> None:
     engine = gated_engine()
     async with rig(prefill=engine, max_running=1) as made:
-        first = start(made, made.request(prompt(9)))
+        first = made.start(made.request(prompt(9)))
         await soon(engine.reached.wait())
         request = made.request(prompt(10))
         request.ticket.ttl_ms = 50
@@ -205,7 +175,7 @@ async def test_the_tickets_time_ends_in_the_queue() -> None:
             await made.send(request)
         assert (failure.value.reason, failure.value.retryable) == ("QUEUE_TIMEOUT", True)
         engine.open()
-        await soon(_awaited(first))
+        await made.outcome(first)
 
 
 async def test_the_calls_deadline_ends_the_work() -> None:
@@ -213,7 +183,7 @@ async def test_the_calls_deadline_ends_the_work() -> None:
     async with rig(prefill=engine) as made:
         with pytest.raises(DeadlineExceeded):
             await made.send(made.request(prompt(30)), timeout=0.2)
-        await soon(made.dropped())
+        await made.until_dropped()
         engine.open()
         await made.idle(within_s=1.0)
         assert engine.layers_run == 1
@@ -225,15 +195,14 @@ async def test_a_lease_ends_though_nobody_calls() -> None:
         made.decode.may_grant.clear()
         with pytest.raises(DeadlineExceeded) as failure:
             await made.send(made.request(prompt(30)))
-        assert failure.value.retryable
+        assert (failure.value.reason, failure.value.retryable) == ("LEASE_ENDED", True)
         await made.idle(within_s=1.0)
-        made.decode.may_grant.set()
 
 
 async def test_a_model_that_makes_nan_hands_nothing_over() -> None:
-    engine = tiny_engine()
-    engine.decoder.head.weight.fill_(float("nan")) if hasattr(engine.decoder, "head") else None
-    async with rig(prefill=engine) as made:
+    model = tiny_model()
+    model.tensors["final_norm.scale"].fill_(torch.nan)
+    async with rig(prefill=Engine(model, EngineConfig(dtype="fp32", pages=64, page_size=4))) as made:
         with pytest.raises(Internal) as failure:
             await made.send(made.request(prompt(9)))
         assert failure.value.reason == "LOGITS_NOT_FINITE"
@@ -243,31 +212,29 @@ async def test_a_model_that_makes_nan_hands_nothing_over() -> None:
 async def test_drain_lets_running_prompts_finish_and_takes_no_new_one() -> None:
     engine = gated_engine()
     async with rig(prefill=engine, grace_s=5.0) as made:
-        call = start(made, made.request(prompt(20)))
+        call = made.start(made.request(prompt(20)))
         await soon(engine.reached.wait())
         draining = asyncio.ensure_future(made.worker.drain())
-        await soon(made.until_state("draining"))
+        await made.until(lambda: made.worker.state == "draining")
         with pytest.raises(Unavailable) as failure:
             await made.send(made.request(prompt(9)))
         assert (failure.value.reason, failure.value.retryable) == ("DRAINING", True)
         engine.open()
-        response = await soon(_awaited(call))
-        assert response.sent_tokens == 20
-        await soon(_awaited(draining))
+        assert (await made.outcome(call)).sent_tokens == 20
+        await soon(draining)
 
 
 async def test_drain_ends_what_outlasts_the_grace_period() -> None:
     async with rig() as made:
         made.decode.may_grant.clear()
-        calls = [start(made, made.request(prompt(30, seed=n))) for n in range(6)]
-        await soon(made.decode.granting.wait())
-        await until_waiting(made, 2)
+        calls = [made.start(made.request(prompt(30, seed=n))) for n in range(6)]
+        await made.until_waiting(2)
         await soon(made.worker.drain(0.0))
         assert made.worker.blocks.held_count == 0
         for call in calls:
-            error = await error_of(call)
-            assert isinstance(error, Unavailable) and error.reason == "DRAINING"
-        made.decode.may_grant.set()
+            with pytest.raises(Unavailable) as failure:
+                await made.outcome(call)
+            assert failure.value.reason == "DRAINING"
 
 
 async def test_a_port_in_use_is_one_clear_error() -> None:
@@ -279,10 +246,10 @@ async def test_a_port_in_use_is_one_clear_error() -> None:
         assert failure.value.reason == "CANNOT_BIND"
 
 
-async def test_no_task_and_no_thread_outlives_a_worker() -> None:
+async def test_no_task_outlives_a_worker() -> None:
+    before = asyncio.all_tasks()
     async with rig() as made:
         await made.run(prompt(20))
         await made.worker.stop()
         await made.worker.stop()
-        names = {task.get_name() for task in asyncio.all_tasks()}
-        assert not {name for name in names if name in ("loop", "reaper", "connections") or "handover" in name}
+    assert {task.get_name() for task in asyncio.all_tasks() - before} == set()

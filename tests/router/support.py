@@ -166,6 +166,10 @@ class House:
         await self.router.registry.register(ghost)
         await self.router.pool.refresh()
 
+    async def remove_ghost(self, worker_id: str) -> None:
+        await self.router.registry.deregister(worker_id, self.member(worker_id).record.incarnation)
+        await self.router.pool.refresh()
+
     async def assert_reachable(self) -> None:
         """One round trip to every worker."""
         for worker in self.workers:

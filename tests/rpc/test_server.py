@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -263,16 +262,12 @@ async def test_the_pool_refuses_another_event_loop() -> None:
     await pool.close()
 
 
-async def test_the_pool_makes_a_message_of_the_scripted_error(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_status_text_names_the_field() -> None:
     async def unknown(request: Any, context: Any) -> gateway_pb2.ListModelsResponse:
         raise NotFound("no such thing", field="model")
 
-    with caplog.at_level(logging.INFO):
-        async with serving(ScriptedGateway(models=unknown)) as server:
-            pool = ChannelPool()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                stub = gateway_pb2_grpc.GatewayStub(pool.get(server.address))
-                await stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=5)
-            await pool.close()
+    async with serving(ScriptedGateway(models=unknown)) as server, channel(server.address) as connection:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await gateway_pb2_grpc.GatewayStub(connection).ListModels(gateway_pb2.ListModelsRequest(), timeout=5)
     assert caught.value.details() == "model: no such thing"
     assert type(from_rpc_error(caught.value)) is NotFound

@@ -148,6 +148,8 @@ LINEAR = {"type": "linear", "factor": 2.0}
         ("llama", {"num_key_value_heads": 3}, "kv_heads", "UNSUPPORTED_MODEL"),
         ("llama", {"bos_token_id": 61}, "bos_id", "BAD_SPEC"),
         ("gpt2", {"n_head": 6}, "n_head", "UNSUPPORTED_KEY"),
+        ("mistral", {"sliding_window": ABSENT}, "sliding_window", "MISSING_KEY"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": ABSENT}, "sliding_window", "MISSING_KEY"),
         ("mistral", {"sliding_window": 0}, "sliding_window", "BAD_VALUE"),
         ("qwen2", {"layer_types": LINEAR_LAYER}, "layer_types", "UNSUPPORTED_KEY"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types", "UNSUPPORTED_KEY"),

@@ -1,0 +1,353 @@
+"""Cancellation, expiry, bad data and full queues: a typed error, nothing held, others unharmed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cache_transfer.contract import HandoffIdentity
+from cache_transfer.messages import PackedFrame
+from cache_transfer.transport import GrpcTransport
+from cache_transfer.wire import identity_from_proto
+from decode_worker.admission import DecodeRequest
+from decode_worker.sequence import State
+from pdserve.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Exhausted,
+    Fenced,
+    Incompatible,
+    Internal,
+    PdserveError,
+    Refused,
+)
+from pdserve.request import SamplingParams
+from pdserve.rpc.events import Finish, TokenBatch
+from pdserve.v1 import common_pb2, decode_pb2
+from tests.decode_worker.rig import WAIT_S, Call, Rig, local, rig
+from tests.engine.tiny import prompt, tiny_engine
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, seed=0)
+LONG = replace(PARAMS, max_tokens=200)
+
+
+async def check_serves(r: Rig) -> None:
+    """Others are unharmed: the same worker answers as one process does."""
+    assert (await r.generate(prompt(6, seed=9), PARAMS)).ids == local([prompt(6, seed=9)], PARAMS)[0].ids
+
+
+class Gate:
+    """Holds the engine's thread until opened."""
+
+    def __init__(self, r: Rig) -> None:
+        self._open = threading.Event()
+        self._closed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def hold() -> None:
+            loop.call_soon_threadsafe(self._closed.set)
+            assert self._open.wait(WAIT_S)
+
+        self._task = asyncio.create_task(r.worker._thread.run(hold))
+
+    async def closed(self) -> None:
+        await asyncio.wait_for(self._closed.wait(), WAIT_S)
+
+    async def open(self) -> None:
+        self._open.set()
+        await self._task
+
+
+async def bring_to(state: State, r: Rig, call: Call) -> asyncio.Task[object] | None:
+    """Drives a request to a state and keeps it there; returns the sender's task if one runs."""
+    admitted = await call.admitted()
+    if state is State.WAITING:
+        return None
+    layers = {State.GRANTED: 0, State.RECEIVING: 1}.get(state, 3)
+    sender = r.sender(admitted, r.prefill.compute(call.ids), layers=layers)
+    task: asyncio.Task[object] = asyncio.create_task(sender.run())
+    await r.states.wait(state)
+    return task
+
+
+@pytest.mark.parametrize("state", [State.WAITING, State.GRANTED, State.RECEIVING, State.VERIFIED, State.DECODING])
+async def test_a_caller_may_leave_in_every_state(state: State) -> None:
+    async with rig() as r:
+        gate = Gate(r) if state is State.VERIFIED else None
+        if gate:
+            await gate.closed()
+        async with r.call(prompt(9), LONG) as call:
+            task = await bring_to(state, r, call)
+            assert r.worker.blocks.held_count == (0 if state is State.WAITING else 52)
+        await r.states.wait(State.ABORTED) if gate is None else None
+        if gate:
+            await gate.open()
+        await r.empty()
+        if task is not None:
+            done, _ = await asyncio.wait({task}, timeout=WAIT_S)
+            assert done
+            error = task.exception()
+            assert error is None or isinstance(error, Fenced)
+            assert (error is None) == (state in (State.VERIFIED, State.DECODING))
+        await check_serves(r)
+
+
+async def test_pages_stay_while_the_running_step_writes_them() -> None:
+    async with rig() as r:
+        call = r.call(prompt(9), LONG)
+        async with call:
+            gate = Gate(r)
+            await gate.closed()  # from here on a plan waits for the engine's thread
+            await bring_to(State.VERIFIED, r, call)
+            [sequence] = r.worker.pipeline.scheduler.running
+            while not sequence.stepping:
+                await asyncio.sleep(0)  # the loop has been woken: it plans in one of its next turns
+            r.worker.pipeline.end(sequence, State.ABORTED, Refused("test"))
+            assert sequence.state is State.VERIFIED and r.worker.blocks.held_count == 52
+            await gate.open()
+            await r.states.wait(State.ABORTED)
+            assert r.worker.blocks.held_count == 0
+            with pytest.raises(Refused):
+                await call.answer()
+
+
+@pytest.mark.parametrize("state", [State.WAITING, State.GRANTED, State.RECEIVING])
+async def test_what_takes_too_long_expires_without_traffic(state: State) -> None:
+    settings = {"ticket_ttl_s": 0.2} if state is State.WAITING else {"receive_s": 0.2}
+    async with rig(**settings) as r, r.call(prompt(9), PARAMS) as call:
+        task = await bring_to(state, r, call)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await call.answer()
+        assert caught.value.reason == ("TICKET_EXPIRED" if state is State.WAITING else "RECEIVE_TIMEOUT")
+        assert caught.value.retryable
+        await r.empty()
+        if task is not None:
+            with pytest.raises(PdserveError):
+                await task
+        await check_serves(r)
+
+
+async def test_an_expired_ticket_opens_nothing() -> None:
+    async with rig(ticket_ttl_s=0.1) as r:
+        async with r.call(prompt(9), PARAMS) as call:
+            admitted = await call.admitted()
+            with pytest.raises(DeadlineExceeded):
+                await call.answer()
+            with pytest.raises(Refused):
+                await r.push(admitted, r.prefill.compute(call.ids))
+
+
+async def test_a_full_queue_refuses_and_recovers() -> None:
+    async with rig(max_queue=2) as r:
+        async with r.call(prompt(5), PARAMS) as one, r.call(prompt(6), PARAMS) as two, r.call(prompt(7), PARAMS) as three:
+            await one.admitted()
+            admitted = await two.admitted()
+            with pytest.raises(Exhausted) as caught:
+                await three.event()
+            assert caught.value.reason == "QUEUE_FULL" and caught.value.retryable
+            await r.push(admitted, r.prefill.compute(two.ids))
+            await two.answer()
+        await r.states.wait(State.ABORTED)
+        await r.empty()
+        await check_serves(r)
+
+
+async def test_pages_are_granted_in_order() -> None:
+    async with rig(decode=tiny_engine(deterministic=True, pages=10)) as r:
+        wanted = [(24, 6), (22, 6), (4, 3)]  # prompt and output: 8, 7 and 2 pages of ten
+        calls = [r.call(prompt(n, seed=n), replace(PARAMS, max_tokens=m)) for n, m in wanted]
+        async with calls[0], calls[1], calls[2]:
+            admitted = [await call.admitted() for call in calls]
+            computed = [r.prefill.compute(call.ids) for call in calls]
+            first = r.sender(admitted[0], computed[0], layers=1)
+            tasks = [asyncio.create_task(first.run())]
+            await r.states.wait(State.RECEIVING)
+            for n in (1, 2):
+                tasks.append(asyncio.create_task(r.sender(admitted[n], computed[n]).run()))
+                while len(r.worker.pipeline.scheduler.grants) < n:
+                    await asyncio.wait_for(r.worker._server._grpc is not None and asyncio.sleep(0) or _never(), WAIT_S)
+            # The third would fit beside the first, but the second came before it.
+            assert r.worker.blocks.held_count == 8
+            for layer in (1, 2):
+                first.computed(layer, (0, 24))
+            first.logits(computed[0].dtype, computed[0].logits, 23)
+            answers = [await call.answer() for call in calls]
+            await asyncio.gather(*tasks)
+        for answer, (n, m) in zip(answers, wanted, strict=True):
+            assert answer.ids == local([prompt(n, seed=n)], replace(PARAMS, max_tokens=m))[0].ids
+
+
+async def test_a_failed_attempt_is_retried_with_a_new_ticket() -> None:
+    async with rig() as r, r.call(prompt(9), PARAMS) as call:
+        admitted, computed = await call.admitted(), r.prefill.compute(call.ids)
+        with pytest.raises(DataLoss):
+            await r.push(admitted, computed, transport=Tamper(r))
+        assert r.worker.blocks.held_count == 0
+        ticket = await retry(r, call)
+        assert (ticket.attempt, ticket.handoff_id) == (2, admitted.ticket.handoff_id)
+        assert ticket.secret != admitted.ticket.secret
+        with pytest.raises(Fenced):  # the old ticket is stale
+            await r.push(admitted, computed)
+        await r.push(admitted, computed, ticket=ticket)
+        assert (await call.answer()).ids == local([prompt(9)], PARAMS)[0].ids
+
+
+async def test_a_retry_fences_the_attempt_that_runs() -> None:
+    async with rig() as r, r.call(prompt(9), PARAMS) as call:
+        task = await bring_to(State.RECEIVING, r, call)
+        assert task is not None
+        ticket = await retry(r, call)
+        assert r.worker.blocks.held_count == 0  # drained before the new ticket went out
+        with pytest.raises(Fenced):
+            await task
+        admitted = decode_pb2.Admitted(ticket=ticket, identity=_identity(r, call))
+        await r.push(admitted, r.prefill.compute(call.ids))
+        assert (await call.answer()).ids == local([prompt(9)], PARAMS)[0].ids
+
+
+async def test_a_retry_with_another_contract_ends_the_request() -> None:
+    async with rig() as r, r.call(prompt(9), PARAMS) as call:
+        await call.admitted()
+        with pytest.raises(Incompatible) as caught:
+            await retry(r, call, model_digest=bytes(32))
+        assert caught.value.field == "MODEL_DIGEST"
+
+
+async def test_a_late_retry_does_not_disturb_the_answer() -> None:
+    async with rig() as r, r.call(prompt(9), LONG) as call:
+        await bring_to(State.DECODING, r, call)
+        await call.send(retry=decode_pb2.DecodeRetry(prefill_contract=_contract(r)))
+        assert (await call.answer()).ids == local([prompt(9)], LONG)[0].ids
+
+
+async def test_a_tampered_frame_gives_no_token() -> None:
+    async with rig(ticket_ttl_s=0.3) as r, r.call(prompt(9), PARAMS) as call:
+        admitted = await call.admitted()
+        with pytest.raises(DataLoss):
+            await r.push(admitted, r.prefill.compute(call.ids), transport=Tamper(r))
+        with pytest.raises(DeadlineExceeded, match="the last attempt failed"):
+            await call.answer()
+
+
+async def test_another_requests_cache_is_refused() -> None:
+    async with rig() as r, r.call(prompt(9), PARAMS) as call, r.call(prompt(9, seed=1), PARAMS) as other:
+        admitted, foreign = await call.admitted(), await other.admitted()
+        identity: HandoffIdentity = identity_from_proto(foreign.identity)
+        with pytest.raises(Incompatible) as caught:
+            await r.push(admitted, r.prefill.compute(other.ids), identity=identity)
+        assert caught.value.field == "IDENTITY.prompt_digest"
+        assert r.worker.blocks.held_count == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+async def test_logits_that_are_not_finite_fail_the_request_alone(bad: float) -> None:
+    async with rig() as r, r.call(prompt(9), PARAMS) as call:
+        admitted, computed = await call.admitted(), r.prefill.compute(call.ids)
+        logits = np.frombuffer(computed.logits, np.float32).copy()
+        logits[50] = bad
+        await r.push(admitted, computed, logits=logits.tobytes())
+        with pytest.raises(Internal) as caught:
+            await call.answer()
+        assert caught.value.reason == "LOGITS_NOT_FINITE"
+        await check_serves(r)
+
+
+async def test_a_fault_in_a_step_fails_its_sequences_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    async with rig() as r, r.call(prompt(9), LONG) as call:
+        decoder = r.worker.engine.decoder
+        await bring_to(State.DECODING, r, call)
+        del r.worker.engine.decoder  # the planted fault: the next step raises AttributeError
+        with pytest.raises(Internal, match="the engine failed"):
+            await call.answer()
+        r.worker.engine.decoder = decoder
+        await r.empty()
+        await check_serves(r)
+
+
+async def test_a_slow_reader_pauses_only_its_own_sequence() -> None:
+    async with rig(max_unread_tokens=5) as r:
+        sequence, _, ticket = r.worker.submit(_request(r, prompt(9), LONG))
+        assert ticket is not None and sequence.identity is not None
+        admitted = _admitted(r, sequence.identity, ticket)
+        await r.push(admitted, r.prefill.compute(prompt(9)))
+        await check_serves(r)  # so the loop has made many steps meanwhile
+        assert sequence.stream.unread == 5
+        ids: tuple[int, ...] = ()
+        sizes = []
+        while not isinstance(event := await asyncio.wait_for(sequence.stream.next(), WAIT_S), Finish):
+            assert isinstance(event, TokenBatch) and event.first_index == len(ids)
+            ids += event.ids
+            sizes.append(len(event.ids))
+        assert sizes[0] == 5 and max(sizes) <= 5  # what waited came as one message
+        assert ids == local([prompt(9)], LONG)[0].ids
+
+
+async def test_a_reader_that_never_comes_back_loses_its_sequence() -> None:
+    async with rig(max_unread_tokens=5, reader_s=0.1) as r:
+        sequence, _, ticket = r.worker.submit(_request(r, prompt(9), LONG))
+        assert ticket is not None and sequence.identity is not None
+        await r.push(_admitted(r, sequence.identity, ticket), r.prefill.compute(prompt(9)))
+        await r.states.wait(State.EXPIRED)
+        await r.empty()
+        first = await sequence.stream.next()  # what was there is still delivered
+        assert isinstance(first, TokenBatch) and len(first.ids) == 5
+        with pytest.raises(DeadlineExceeded) as caught:
+            await sequence.stream.next()
+        assert caught.value.reason == "SLOW_READER"
+
+
+class Tamper(GrpcTransport):
+    """Flips one bit of each frame's payload on its way."""
+
+    def __init__(self, r: Rig) -> None:
+        self.__dict__.update(r.transport.__dict__)
+
+    def pack(self, header: bytes, pieces: Sequence[memoryview], digest: bytes) -> PackedFrame:
+        whole = bytearray(b"".join(pieces))
+        whole[len(whole) // 2] ^= 1
+        return super().pack(header, [memoryview(whole)], digest)
+
+
+async def retry(r: Rig, call: Call, **changes: bytes) -> common_pb2.Ticket:
+    contract = _contract(r)
+    for name, value in changes.items():
+        setattr(contract, name, value)
+    await call.send(retry=decode_pb2.DecodeRetry(prefill_contract=contract))
+    return await call.ticket()
+
+
+def _contract(r: Rig) -> common_pb2.WorkerContract:
+    from cache_transfer.wire import contract_to_proto
+
+    return contract_to_proto(r.prefill.contract)
+
+
+def _identity(r: Rig, call: Call) -> common_pb2.HandoffIdentity:
+    from cache_transfer.wire import identity_to_proto
+
+    [sequence] = r.worker.pipeline.scheduler.waiting
+    assert sequence.identity is not None
+    return identity_to_proto(sequence.identity)
+
+
+def _request(r: Rig, ids: tuple[int, ...], params: SamplingParams) -> DecodeRequest:
+    return DecodeRequest("direct", "", "t", None, ids, (), 0, params, r.prefill.contract)
+
+
+def _admitted(r: Rig, identity: HandoffIdentity, ticket: object) -> decode_pb2.Admitted:
+    from cache_transfer.contract import Ticket
+    from cache_transfer.wire import identity_to_proto, ticket_to_proto
+
+    assert isinstance(ticket, Ticket)
+    return decode_pb2.Admitted(ticket=ticket_to_proto(ticket), identity=identity_to_proto(identity))
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()

@@ -1,0 +1,143 @@
+"""The page books: references, prefix index, eviction, and 10,000 random steps on eight pages."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pdserve.engine import blocks
+from pdserve.engine.blocks import BlockManager
+from pdserve.errors import ConfigError, Exhausted, Internal
+
+A, B = b"tenant-a", b"tenant-b"
+
+
+def test_allocate_release_and_counts() -> None:
+    manager = BlockManager(4, 2)
+    assert manager.allocate("r", 3) == (0, 1, 2)
+    assert (manager.free_count, manager.held_count, manager.cached_count) == (1, 3, 0)
+    assert manager.holdings() == {"r": (0, 1, 2)}
+    with pytest.raises(Exhausted) as error:
+        manager.allocate("s", 2)
+    assert error.value.reason == "NO_PAGES" and manager.free_count == 1
+    manager.release("r")
+    manager.release("r")
+    assert (manager.free_count, manager.held_count) == (4, 0)
+    manager.check_integrity()
+
+
+def test_published_prefix_is_found_shared_and_evicted_last_page_first() -> None:
+    manager = BlockManager(4, 2)
+    pages = manager.allocate("r", 3)
+    manager.publish(A, (1, 2, 3, 4, 5), pages)  # the third page is not full
+    assert manager.match(A, (1, 2, 3, 4, 5, 6), 6) == (pages[:2], 4)
+    assert manager.match(A, (1, 2, 3, 4), 3) == (pages[:1], 2)
+    assert manager.match(A, (1, 2, 9, 4), 4) == (pages[:1], 2)
+    assert manager.match(B, (1, 2, 3, 4), 4) == ((), 0)
+    manager.retain("s", pages[:2])
+    manager.release("r")
+    assert (manager.held_count, manager.cached_count) == (2, 0)
+    manager.release("s")
+    assert (manager.held_count, manager.cached_count, manager.available_count) == (0, 2, 4)
+    manager.allocate("t", 3)  # evicts one: the deeper page, the shallow one is still a prefix
+    assert manager.match(A, (1, 2, 3, 4), 4) == (pages[:1], 2)
+    manager.check_integrity()
+
+
+def test_evicting_a_page_forgets_what_hangs_below_it() -> None:
+    manager = BlockManager(3, 1)
+    first = manager.allocate("a", 1)
+    manager.publish(A, (1,), first)
+    second = manager.allocate("b", 1)
+    manager.publish(A, (1, 2), first + second)
+    manager.release("a")  # the parent is idle, the child still held
+    manager.allocate("c", 2)
+    assert manager.match(A, (1, 2), 2) == ((), 0)
+    manager.check_integrity()
+    manager.release("b")
+    assert (manager.held_count, manager.cached_count) == (2, 0)
+    manager.check_integrity()
+
+
+def test_content_is_compared_even_when_digests_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_chain", lambda parent, ids: b"same")
+    monkeypatch.setattr(blocks, "_root", lambda identity: b"root")
+    manager = BlockManager(4, 2)
+    manager.publish(A, (1, 2), manager.allocate("r", 1))
+    assert manager.match(A, (1, 2), 2)[1] == 2
+    assert manager.match(A, (1, 3), 2) == ((), 0)
+    assert manager.match(B, (1, 2), 2) == ((), 0)
+    manager.publish(B, (1, 2), manager.allocate("s", 1))  # stays private
+    assert manager.match(B, (1, 2), 2) == ((), 0)
+
+
+def test_misuse_is_an_internal_error() -> None:
+    manager = BlockManager(2, 2)
+    with pytest.raises(Internal):
+        manager.retain("r", (0,))
+    (page,) = manager.allocate("r", 1)
+    manager.publish(A, (1, 2), (page,))
+    with pytest.raises(Internal):
+        manager.publish(A, (3, 4), (page,))
+    manager.release("r")
+    with pytest.raises(Internal):
+        manager.publish(A, (5, 6), (1,))
+    with pytest.raises(ConfigError):
+        BlockManager(0, 2)
+
+
+@pytest.mark.parametrize("fault", ["references", "free and held", "index"])
+def test_check_integrity_sees_broken_books(fault: str) -> None:
+    manager = BlockManager(4, 2)
+    pages = manager.allocate("r", 2)
+    manager.publish(A, (1, 2), pages)
+    manager.check_integrity()
+    if fault == "references":
+        manager._references[pages[0]] = -1
+    elif fault == "free and held":
+        manager._free.append(pages[1])
+    else:
+        manager._cached[pages[0]] = blocks.CachedPage(b"k", b"p", A, (1, 2), pages[0])
+    with pytest.raises(Internal) as error:
+        manager.check_integrity()
+    assert error.value.reason == "PAGE_BOOKS"
+
+
+def test_ten_thousand_random_steps_on_eight_pages() -> None:
+    draw, manager, size = random.Random(5), BlockManager(8, 2), 2
+    contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # what a prefill would have written
+    owners: dict[str, tuple[bytes, tuple[int, ...], tuple[int, ...]]] = {}
+    hits = refusals = 0
+    for step in range(10_000):
+        identity, ids = draw.choice((A, B)), tuple(draw.randrange(2) for _ in range(draw.randrange(1, 9)))
+        action = draw.random()
+        if action < 0.45:
+            owner = f"r{step}"
+            found, tokens = manager.match(identity, ids, len(ids) - 1)
+            for index, page in enumerate(found):
+                assert contents[page] == (identity, ids[: (index + 1) * size])
+            manager.retain(owner, found)
+            try:
+                new = manager.allocate(owner, manager.pages_for(len(ids)) - len(found))
+            except Exhausted:
+                refusals += 1
+                manager.release(owner)
+            else:
+                hits += tokens > 0
+                for index, page in enumerate(new, start=len(found)):
+                    contents[page] = (identity, ids[: (index + 1) * size])
+                owners[owner] = (identity, ids, found + new)
+        elif owners:
+            owner = draw.choice(list(owners))
+            if action < 0.7:
+                manager.publish(*owners[owner])
+            else:
+                manager.release(owner)
+                del owners[owner]
+        manager.check_integrity()
+        assert manager.held_count == len({page for _, _, pages in owners.values() for page in pages})
+    assert hits > 200 and refusals > 200
+    for owner in list(owners):
+        manager.release(owner)
+    assert manager.held_count == 0 and not manager.holdings()
