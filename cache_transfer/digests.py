@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Iterable
 
 from blake3 import blake3
 
@@ -24,8 +23,7 @@ from cache_transfer.contract import HandoffIdentity, encode
 
 DIGEST_BYTES = 32
 
-# blake3 releases the GIL for updates of at least 2 KiB; other values of max_threads start
-# a pool per call.
+# blake3 releases the GIL for updates of at least 2 KiB.
 _Buffer = bytes | memoryview
 
 
@@ -33,13 +31,8 @@ def proof(secret: bytes, identity: HandoffIdentity) -> bytes:
     return _keyed(secret, b"pd-proof", encode(identity))
 
 
-def frame_digest(secret: bytes, header: _Buffer, pieces: Iterable[_Buffer]) -> bytes:
-    """`pieces` concatenated are the payload."""
-    hasher = blake3(b"pd-frame" + struct.pack("<I", len(header)), key=secret)
-    hasher.update(header)
-    for piece in pieces:
-        hasher.update(piece)
-    return hasher.digest()
+def frame_digest(secret: bytes, header: _Buffer, payload: _Buffer) -> bytes:
+    return _keyed(secret, b"pd-frame" + struct.pack("<I", len(header)), header, payload)
 
 
 def logits_digest(secret: bytes, dtype: str, position: int, data: _Buffer) -> bytes:

@@ -7,11 +7,11 @@ way; two at most). The receiver runs as a task of its own, as it would behind a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
+from cache_transfer.digests import frame_digest
 from cache_transfer.messages import Frame, Outgoing, PackedFrame, Request, Response
 from cache_transfer.receiver import Receiver
-from cache_transfer.transport import PushStream
+from cache_transfer.transport import Fill, PushStream
 from cache_transfer.waiting import settle
 from pdserve.errors import DataLoss, DeadlineExceeded, Internal, PdserveError
 
@@ -24,9 +24,11 @@ class MemoryTransport:
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
-    def pack(self, header: bytes, pieces: Sequence[memoryview], digest: bytes) -> PackedFrame:
-        payload = b"".join(pieces)
-        return PackedFrame(Frame(memoryview(header), memoryview(payload), digest), len(payload), digest)
+    def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
+        payload = memoryview(bytearray(payload_bytes))
+        fill(payload)
+        digest = frame_digest(secret, header, payload)
+        return PackedFrame(Frame(memoryview(header), payload.toreadonly(), digest), payload_bytes, digest)
 
     def open(self, deadline_s: float) -> PushStream:
         return _MemoryStream(self._receiver, deadline_s)

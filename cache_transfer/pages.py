@@ -8,7 +8,7 @@ are positions in the sequence, never slots of a page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 Range = tuple[int, int]
 
@@ -20,6 +20,19 @@ class KVSource(Protocol):
         """Pieces whose concatenation is the canonical payload. No copy where the layout allows.
 
         Called from a worker thread; only for ranges already announced as computed.
+        """
+        ...
+
+
+@runtime_checkable
+class DirectSource(KVSource, Protocol):
+    """A source that can also write a payload where it is needed, which saves a copy when the
+    layout does not hold the range in canonical order."""
+
+    def read_into(self, plane: str, layer: int, heads: Range, tokens: Range, out: memoryview) -> None:
+        """Writes the canonical payload into `out`, whose size is the payload's.
+
+        Called like `read`. Must not keep `out` or a view of it.
         """
         ...
 

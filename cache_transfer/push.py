@@ -1,15 +1,13 @@
 """PushRequest and PushResponse: bytes <-> messages.
 
-Frames carry nearly all bytes, so they are encoded by hand: one join on the way out, and
-views of the received message on the way in. The bytes are plain protobuf; the generated
-classes read and write the same. All other messages go through the generated classes.
+Frames carry nearly all bytes, so they are done by hand: filled in place on the way out
+(framing.py), views of the received message on the way in. The bytes are plain protobuf; the
+generated classes read and write the same. All other messages go through the generated classes.
 
 Strict where hand-made: a frame has its three fields, in order, and nothing else.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -42,17 +40,8 @@ _ONEOF = {1 << 3 | 2: "open", 3 << 3 | 2: "logits", 4 << 3 | 2: "commit"}
 _MAX_VARINT_BYTES = 5
 
 
-def encode_frame(header: bytes, pieces: Sequence[memoryview], digest: bytes) -> bytes:
-    """The bytes of PushRequest{frame}. Copies every piece once."""
-    payload_bytes = sum(piece.nbytes for piece in pieces)
-    before = b"\x0a" + _varint(len(header)) + header + b"\x12" + _varint(payload_bytes)
-    after = b"\x1a" + _varint(len(digest)) + digest
-    length = len(before) + payload_bytes + len(after)
-    return b"".join((b"\x12" + _varint(length) + before, *pieces, after))
-
-
 def decode_frame(data: bytes) -> Frame:
-    """The inverse, without copying: header and payload are views of `data`.
+    """The bytes of PushRequest{frame}, without copying: header and payload are views of `data`.
 
     Raises InvalidRequest (MALFORMED_MESSAGE).
     """
@@ -171,15 +160,6 @@ def _digest(name: str, value: bytes) -> bytes:
     if len(value) != DIGEST_BYTES:
         raise _malformed(f"the digest of {name} has {len(value)} bytes, not {DIGEST_BYTES}")
     return value
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def _length(view: memoryview, at: int, tag: int) -> tuple[int, int]:

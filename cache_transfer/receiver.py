@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cache_transfer import digests
+from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.codec import ITEM_BYTES, Coverage, decode_header
 from cache_transfer.contract import WorkerContract
 from cache_transfer.messages import (
@@ -124,6 +125,7 @@ class Receiver:
     def __init__(
         self, book: TicketBook, contract: WorkerContract, host: ReceiverHost, settings: ReceiverSettings | None = None
     ) -> None:
+        keep_freed_frames()
         self._book = book
         self._contract = contract
         self._host = host

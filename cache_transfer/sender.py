@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from cache_transfer.codec import encode_header, payload_size
 from cache_transfer.contract import HandoffIdentity, Ticket, WorkerContract
-from cache_transfer.digests import Manifest, frame_digest, logits_digest
+from cache_transfer.digests import Manifest, logits_digest
 from cache_transfer.messages import (
     MAX_PAYLOAD_BYTES,
     Ack,
@@ -33,7 +34,7 @@ from cache_transfer.messages import (
     Response,
 )
 from cache_transfer.outbox import Outbox
-from cache_transfer.pages import KVSource, Range
+from cache_transfer.pages import DirectSource, KVSource, Range
 from cache_transfer.tickets import make_opening
 from cache_transfer.transport import PushStream, Transport
 from cache_transfer.waiting import Deadline, settle
@@ -183,12 +184,9 @@ class HandoffSender:
         for header in headers:
             if self._stopped:
                 break
-            pieces = self._source.read(header.plane, header.layer, header.heads, header.tokens)
-            encoded = encode_header(header)
-            frame = self._transport.pack(encoded, pieces, frame_digest(self._ticket.secret, encoded, pieces))
-            if frame.payload_bytes != payload_size(self._contract, header):
-                raise Internal(f"the source gave {frame.payload_bytes} bytes for {header}")
-            packed.append(frame)
+            size = payload_size(self._contract, header)
+            fill = partial(_fill, self._source, header)
+            packed.append(self._transport.pack(encode_header(header), size, fill, self._ticket.secret))
         return packed
 
     async def _read_answers(self, stream: PushStream) -> Ack:
@@ -237,6 +235,23 @@ class HandoffSender:
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and `run` over with it
             self._loop.call_soon_threadsafe(callback, *args)
+
+
+def _fill(source: KVSource, header: FrameHeader, out: memoryview) -> None:
+    """Copies what the header names from the source to `out`."""
+    where = header.plane, header.layer, header.heads, header.tokens
+    if isinstance(source, DirectSource):
+        source.read_into(*where, out)
+        return
+    at = 0
+    for piece in source.read(*where):
+        end = at + piece.nbytes
+        if end > len(out):
+            raise Internal(f"the source gave more than {len(out)} bytes for {header}")
+        out[at:end] = piece.cast("B")
+        at = end
+    if at != len(out):
+        raise Internal(f"the source gave {at} bytes instead of {len(out)} for {header}")
 
 
 def _unexpected(message: Response | None, expected: str) -> DataLoss:

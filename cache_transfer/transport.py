@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
 
+from cache_transfer.allocator import keep_freed_frames
+from cache_transfer.digests import frame_digest
+from cache_transfer.framing import FrameBuffer
 from cache_transfer.messages import Outgoing, PackedFrame, Response
-from cache_transfer.push import decode_response, encode_frame, encode_request
+from cache_transfer.push import decode_response, encode_request
 from pdserve.errors import DataLoss, PdserveError
 from pdserve.rpc.status import from_rpc_error
+
+Fill = Callable[[memoryview], None]
 
 PUSH_METHOD = "/pdserve.v1.Transfer/Push"
 
@@ -41,8 +46,13 @@ class PushStream(Protocol):
 
 
 class Transport(Protocol):
-    def pack(self, header: bytes, pieces: Sequence[memoryview], digest: bytes) -> PackedFrame:
-        """A frame in the form that `send` takes. Copies the pieces; called from worker threads."""
+    def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
+        """A frame in the form that `send` takes. Called from worker threads.
+
+        Args:
+            fill: writes the payload into the memory it is given, and keeps no view of it.
+            secret: of the ticket, for the frame's digest.
+        """
         ...
 
     def open(self, deadline_s: float) -> PushStream:
@@ -55,12 +65,16 @@ class GrpcTransport:
 
     def __init__(self, channel: grpc.aio.Channel, address: str = "") -> None:
         """`address` is named in errors that the receiver did not write itself."""
+        keep_freed_frames()
         # No serializers: bytes in, bytes out; push.py does both.
         self._push: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(PUSH_METHOD)
         self._address = address
 
-    def pack(self, header: bytes, pieces: Sequence[memoryview], digest: bytes) -> PackedFrame:
-        return PackedFrame(encode_frame(header, pieces, digest), sum(piece.nbytes for piece in pieces), digest)
+    def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
+        buffer = FrameBuffer(header, payload_bytes)
+        fill(buffer.payload)
+        digest = frame_digest(secret, header, buffer.payload)
+        return PackedFrame(buffer.seal(digest), payload_bytes, digest)
 
     def open(self, deadline_s: float) -> PushStream:
         return _GrpcStream(self._push(timeout=deadline_s), self._address)

@@ -118,7 +118,7 @@ class Writers:
         for header, frame in batch:
             if self._stopped:
                 return
-            digest = digests.frame_digest(self._secret, frame.header, (frame.payload,))
+            digest = digests.frame_digest(self._secret, frame.header, frame.payload)
             if not digests.same(digest, frame.digest):
                 raise DataLoss(
                     f"frame {header.seq} (plane {header.plane}, layer {header.layer}) did not verify",

@@ -68,7 +68,6 @@ class Generation:
         self.limit = limit
         self.output: list[int] = []
         self.finish: Finish | None = None
-        self.cached_prompt_tokens = 0  # for the usage figures
         self._prompt_tokens = len(prompt)
         self._ends = end_ids(params, eos_ids)
         self.sampler = Sampler(params, prompt, self._ends)
@@ -93,7 +92,8 @@ class Generation:
         return batches
 
     def usage(self) -> Usage:
-        return Usage(self._prompt_tokens, len(self.output), self.cached_prompt_tokens)
+        """How much of the prompt was not computed again is prefill's to tell, and the router's to add."""
+        return Usage(self._prompt_tokens, len(self.output))
 
     def _advance(self, index: int, token: int) -> bytes:
         watching = index >= self.params.min_tokens

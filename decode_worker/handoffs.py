@@ -47,7 +47,7 @@ class Handoffs:
         self.endpoints: tuple[Endpoint, ...] = ()
         self.book = TicketBook(incarnation, settings.ticket_ttl_s, (), clock)
         limits = ReceiverSettings(
-            idle_timeout_s=settings.receive_s, handoff_timeout_s=settings.ticket_ttl_s + settings.receive_s
+            idle_timeout_s=settings.idle_s, handoff_timeout_s=settings.ticket_ttl_s + settings.receive_s
         )
         self.receiver = Receiver(self.book, contract, self, limits)
         self._contract = contract

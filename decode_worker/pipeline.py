@@ -100,7 +100,6 @@ class Pipeline:
             return sequence, admission, None
         self.scheduler.submit(sequence)
         self.quiet.clear()
-        generation.cached_prompt_tokens = min(sequence.cached, len(request.prompt_ids))
         return sequence, admission, self.handoffs.open(sequence)
 
     async def retry(self, sequence: Sequence, prefill_contract: WorkerContract) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ from pdserve.v1 import decode_pb2, decode_pb2_grpc, worker_pb2_grpc
 
 if TYPE_CHECKING:
     from decode_worker.worker import DecodeWorker
+
+log = logging.getLogger(__name__)
 
 MAX_ID_CHARACTERS = 256
 
@@ -82,6 +85,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 await self._worker.pipeline.retry(sequence, contract_from_proto(message.retry.prefill_contract))
         except PdserveError as error:
             self._worker.pipeline.end(sequence, State.FAILED, error)
+        except grpc.aio.BaseError:
+            return  # the call is over; Generate ends the sequence
+        except Exception:
+            log.exception("%s: reading the caller's messages failed", sequence.key)
+            self._worker.pipeline.end(sequence, State.FAILED, Internal("the server failed", remedy="see its log"))
 
     def _admitted(self, sequence: Sequence, admission: Admission, ticket: Ticket) -> decode_pb2.DecodeEvent:
         if sequence.identity is None:

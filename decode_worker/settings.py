@@ -62,8 +62,11 @@ class DecodeSettings:
     ticket_ttl_s: float = 60.0
     """Seconds from a ticket's issue until the push must have opened and got its pages."""
 
-    receive_s: float = 60.0
-    """Seconds from a grant until the whole cache must have been verified."""
+    idle_s: float = 30.0
+    """Seconds between two messages of a push; then the attempt has failed, and may be retried."""
+
+    receive_s: float = 120.0
+    """Seconds from a grant until the whole cache must have been verified; then the request has expired."""
 
     reader_s: float = 30.0
     """Seconds a sequence may pause for its reader before it is ended."""
@@ -84,7 +87,7 @@ class DecodeSettings:
                 raise _wrong(name, getattr(self, name), "at least 1")
         if self.context_limit < 0:
             raise _wrong("context_limit", self.context_limit, "0 or a number of tokens")
-        for name in ("ticket_ttl_s", "receive_s", "reader_s", "reap_s", "stall_s"):
+        for name in ("ticket_ttl_s", "idle_s", "receive_s", "reader_s", "reap_s", "stall_s"):
             if not getattr(self, name) > 0:
                 raise _wrong(name, getattr(self, name), "more than 0 seconds")
         if self.grace_s < 0:

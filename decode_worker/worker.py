@@ -130,14 +130,18 @@ class DecodeWorker:
         if self._heartbeat is not None:
             await self._heartbeat.stop()
         await self._report(False)
-        try:
-            await asyncio.wait_for(self.pipeline.quiet.wait(), self.settings.grace_s if grace_s is None else grace_s)
-        except TimeoutError:
-            left = self.pipeline.sequences
-            log.warning("%s: the grace period is over, %d requests end", self.worker_id, len(left))
+        if not self.pipeline.quiet.is_set():
+            await self._wait_for_quiet(self.settings.grace_s if grace_s is None else grace_s)
         for sequence in self.pipeline.sequences:
             self.pipeline.end(sequence, State.ABORTED, _not_serving())
         await self.pipeline.quiet.wait()  # bounded by one step
+
+    async def _wait_for_quiet(self, grace_s: float) -> None:
+        try:
+            await asyncio.wait_for(self.pipeline.quiet.wait(), grace_s)
+        except TimeoutError:
+            left = len(self.pipeline.sequences)
+            log.warning("%s: the grace period is over, %d requests end", self.worker_id, left)
 
     async def stop(self) -> None:
         """Ends what is left and frees everything. Safe after a failed start. Idempotent."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,9 +105,9 @@ class WorkerReplica:
         if self._worker.broken.is_set():
             raise Unavailable("a background task of the worker has died", reason="WORKER_BROKEN")
 
-    async def describe(self) -> str:
-        """The worker's id, which is also its name in the registry."""
-        return self._worker.worker_id
+    async def describe(self) -> tuple[str, int]:
+        """The worker's id, which is also its name in the registry, and its process id."""
+        return self._worker.worker_id, os.getpid()
 
     async def __del__(self) -> None:
         """Drains: Serve awaits this when it stops the replica, and nothing else here waits for requests."""

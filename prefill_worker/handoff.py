@@ -62,12 +62,13 @@ class Job:
         self.still.set()
 
     def announce(self, layers: Iterable[int], start: int, end: int) -> None:
-        """Tells the sender that tokens [start, end) of these layers are final. Any thread."""
-        start = max(start, self.request.identity.start)  # decode holds the tokens before it
-        if self.sender is None or self.request.logits_only or start >= end:
-            return
-        for layer in layers:
-            self.sender.computed(layer, (start, end))
+        """Tells the sender that tokens [start, end) of these layers are final. Any thread.
+
+        The sender skips what decode holds already, and everything when only logits travel.
+        """
+        if self.sender is not None:
+            for layer in layers:
+                self.sender.computed(layer, (start, end))
 
     def commit(self, scores: Tensor) -> None:
         """The prompt is computed: hands its first-step logits [1, vocab_size] to the sender.

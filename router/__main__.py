@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve.errors import PdserveError
+from pdserve.errors import ConfigError, PdserveError
 from router.app import Router
 from router.settings import RouterSettings
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asyncio.run(serve(settings_of(options)))
     except PdserveError as error:
         sys.stderr.write(f"router: {error}\n")
-        return 2 if error.reason in ("CONFIG", "CANNOT_BIND", "BAD_URL", "PLAINTEXT_REFUSED") else 1
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 

@@ -22,7 +22,9 @@ class HttpServer:
         check_plaintext(host, rpc)
         self._host = host
         self._port = port
-        config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False)
+        config = uvicorn.Config(
+            app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False
+        )
         self._server = _Embedded(config)
         self._task: asyncio.Task[None] | None = None
         self.address = ""

@@ -30,38 +30,27 @@ def status(
         return
     if found.registry_warning:
         err.print(f"warning: {found.registry_warning}", style="yellow", markup=False)
+    out.print(f"models {', '.join(sorted({w.model for w in found.workers})) or 'none'}")
     out.print(_workers(found.workers))
     out.print(_pairs(found.pairs))
     out.print(f"registry {found.registry}, {found.active_requests} active requests, pdserve {found.version}")
 
 
 def _workers(workers: Iterable[Worker]) -> Table:
+    """One row per worker; `contract` is the start of the digest over the fields that must be equal."""
     table = Table(title="workers", title_justify="left", box=None, pad_edge=False)
-    for column in (
-        "worker",
-        "role",
-        "state",
-        "model",
-        "contract",
-        "numerics",
-        "pages held",
-        "running",
-        "waiting",
-        "tok/s",
-    ):
-        table.add_column(column, justify="right" if column in ("running", "waiting", "tok/s") else "left")
+    for column in ("worker", "state", "contract", "kv", "pages", "run", "wait", "tok/s"):
+        table.add_column(column, justify="right" if column in ("run", "wait", "tok/s") else "left")
     for w in workers:
         c, load = w.contract, w.load
         table.add_row(
             w.worker_id,
-            w.role,
             w.state,
-            w.model,
-            c.digest.hex()[:12],
-            f"{c.weight_dtype}, kv {c.kv_dtype}, page {c.page_size} {c.page_axis_order}",
-            f"{load.pages_held}/{load.pages_total} (+{load.pages_cached} cached)",
+            c.digest.hex()[:8],
+            f"{c.kv_dtype} {c.page_size} {c.page_axis_order}",
+            f"{load.pages_held}/{load.pages_total}",
             str(load.running),
-            f"{load.waiting}/{load.waiting_limit}",
+            str(load.waiting),
             f"{load.tokens_per_s:.0f}",
         )
     return table

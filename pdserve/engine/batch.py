@@ -38,11 +38,12 @@ class Group:
 
 @dataclass
 class Batch:
-    """One step's tensors. `positions`, `slots`: [T] int64."""
+    """One step's tensors. `ids`, `positions`, `places`, `slots`: [T] int64."""
 
     chunks: list[Chunk]  # in row order
     ids: Tensor
-    positions: Tensor
+    positions: Tensor  # what embedding and rotation see
+    places: Tensor  # index of each token in its own sequence: what visibility counts
     slots: Tensor
     stale: Tensor  # slots after the last token of a page just begun
     groups: list[Group]
@@ -51,7 +52,7 @@ class Batch:
 
     def bounds(self, window: int) -> tuple[Tensor, Tensor]:
         """Each row sees the keys [first, end) of its own sequence. int64 [T] each."""
-        end = self.positions + 1
+        end = self.places + 1
         first = (end - window).clamp(min=0) if window else torch.zeros_like(end)
         return first, end
 
@@ -75,6 +76,7 @@ def lay_out(plan: StepPlan, cache: PagedCache) -> Batch:
         chunks=chunks,
         ids=_int64([token for chunk in chunks for token in chunk.ids], device),
         positions=_int64([position for chunk in chunks for position in _positions(chunk)], device),
+        places=_int64([place for chunk in chunks for place in range(*_written(chunk))], device),
         slots=_int64([slot for chunk in chunks for slot in cache.slots(_written(chunk), chunk.pages)], device),
         stale=_int64([slot for chunk in chunks for slot in _stale(chunk, cache)], device),
         groups=_groups(many, ones, cache),

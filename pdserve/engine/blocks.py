@@ -108,7 +108,7 @@ class BlockManager:
         for start in range(0, min(limit, len(ids)) // self.page_size * self.page_size, self.page_size):
             part = ids[start : start + self.page_size]
             found = self._index.get(_chain(parent, part))
-            if found is None or (found.parent, found.identity, found.ids) != (parent, identity, part):
+            if found is None or not _same(found, parent, identity, part):
                 break
             if found.page in self._idle:
                 self._idle.move_to_end(found.page)
@@ -148,7 +148,7 @@ class BlockManager:
             part = ids[start : start + self.page_size]
             key = _chain(parent, part)
             known = self._index.get(key)
-            if known is not None and (known.parent, known.identity, known.ids) != (parent, identity, part):
+            if known is not None and not _same(known, parent, identity, part):
                 return  # a digest collision: leave the page private
             if known is None:
                 self._add(CachedPage(key, parent, identity, part, page))
@@ -221,6 +221,11 @@ def _root(identity: bytes) -> bytes:
 
 def _chain(parent: bytes, ids: tuple[int, ...]) -> bytes:
     return sha256("prefix-page", (parent, ids))
+
+
+def _same(entry: CachedPage, parent: bytes, identity: bytes, ids: tuple[int, ...]) -> bool:
+    """What a digest found is what was looked for: the comparison after the hit (contract A9)."""
+    return (entry.parent, entry.identity, entry.ids) == (parent, identity, ids)
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -169,25 +169,32 @@ def first_divergence(
     for layer in range(len(whole.layers)):
         for what in ("x", "k", "v", "attended", "y"):
             got = torch.cat([getattr(trace.layers[layer], what)[rows] for trace, rows in parts])
-            error = relative_error(got, getattr(whole.layers[layer], what)[-len(got) :])
+            want = getattr(whole.layers[layer], what)
+            error = relative_error(got, want[-len(got) :], want)
             if not error <= tolerance:
                 return Divergence(layer, what, error)
-    got, want = run[-1][1].logits[key][-1], base[1].logits["baseline"][-1]
-    error = relative_error(got, want)
+    scores, expected = run[-1][1].logits[key][-1], base[1].logits["baseline"][-1]
+    error = relative_error(scores, expected, base[1].logits["baseline"])
     if not error <= tolerance:
         return Divergence(len(whole.layers), "logits", error)
-    best = want.topk(2).values
-    if int(got.argmax()) != int(want.argmax()) and float(best[0] - best[1]) > 2 * tolerance * float(want.abs().max()):
+    best = expected.topk(2).values
+    if int(scores.argmax()) != int(expected.argmax()) and float(best[0] - best[1]) > 2 * tolerance * float(
+        expected.abs().max()
+    ):
         return Divergence(len(whole.layers), "top", error)
     return None
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference over the largest absolute value expected; nan if either has one."""
+def relative_error(got: Tensor, expected: Tensor, whole: Tensor | None = None) -> float:
+    """Largest absolute difference over the largest absolute value of `whole` (default: expected).
+
+    nan if got or expected has one; infinite for different shapes.
+    """
     if got.shape != expected.shape:
         return float("inf")
     difference = (got.double() - expected.double()).abs().max()
-    return float(difference / expected.double().abs().max().clamp(min=1e-30))
+    scale = (expected if whole is None else whole).double().abs().max()
+    return float(difference / scale.clamp(min=1e-30))
 
 
 def _batch(trace: StepTrace) -> Batch:

@@ -23,8 +23,9 @@ ACTIVATIONS = {
 # Keys that describe training, generation defaults, other heads or bookkeeping: they do not
 # change what a forward pass in inference computes. Everything else is taken or refused.
 _BOOKKEEPING = {
-    "_name_or_path", "_attn_implementation_autoset", "architectures", "dtype", "finetuning_task", "license",
-    "model_type", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version",
+    "_name_or_path", "_attn_implementation_autoset", "architectures", "dtype", "finetuning_task",
+    "is_llama_config", "license", "model_type", "task_specific_params", "tokenizer_class", "torch_dtype",
+    "transformers.js_config", "transformers_version",
     "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
 _TRAINING = {
@@ -36,8 +37,9 @@ _GENERATION = {
     "repetition_penalty", "sep_token_id", "temperature", "top_k", "top_p", "typical_p", "unk_token_id", "use_cache",
 }  # fmt: skip
 _OTHER_HEADS = {
-    "id2label", "label2id", "num_labels", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "_num_labels", "id2label", "label2id", "num_labels", "output_attentions", "output_hidden_states", "problem_type",
+    "return_dict", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj",
 }  # fmt: skip
 HARMLESS_KEYS = frozenset(_BOOKKEEPING | _TRAINING | _GENERATION | _OTHER_HEADS)
 

@@ -116,7 +116,7 @@ class Decoder:
         """x [T, width]; cos, sin [T, 1, dims] (dims 0: no rotation) -> q [T, Hq, d], k, v [T, Hkv, d]."""
         layer, spec = self.layers[index], self.spec
         h = layer.attn_norm(x) if spec.norm_order == "pre" else x
-        qkv = layer.qkv(h).unflatten(1, (spec.heads + 2 * spec.kv_heads, spec.head_dim))
+        qkv = layer.qkv(h).reshape(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
         qk, v = qkv[:, : -spec.kv_heads], qkv[:, -spec.kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat([layer.q_norm(qk[:, : spec.heads]), layer.k_norm(qk[:, spec.heads :])], 1)

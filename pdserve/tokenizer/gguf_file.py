@@ -57,7 +57,7 @@ _PRE_TOKENIZERS = {
     "gpt-2": _GPT2,
     "smollm": _PreTokenizer(({"type": "Digits", "individual_digits": True}, _GPT2_SPLIT)),
     "qwen2": _PreTokenizer((_split(_llama_like(r"\p{N}")), _BYTE_LEVEL), normalizer={"type": "NFC"}),
-    "llama-bpe": _PreTokenizer((_split(_llama_like(r"\p{N}{1,3}")), _BYTE_LEVEL), add_bos=True),
+    "llama-bpe": _PreTokenizer((_split(_llama_like(r"\p{N}{1,3}")), _BYTE_LEVEL), whole_words=True, add_bos=True),
 }
 
 

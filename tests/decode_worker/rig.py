@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,13 +26,14 @@ from pdserve.engine.cache import SequenceSource
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.local import LocalOutput, LocalRunner
+from pdserve.registry.records import Registry
 from pdserve.request import SamplingParams
 from pdserve.rpc.channel import channel
 from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.rpc.status import from_rpc_error
 from pdserve.tokenizer import Bundle
-from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.engine.tiny import tiny_engine
 
 WAIT_S = 10.0
@@ -178,6 +179,7 @@ class Rig:
         self.worker = worker
         self.prefill = prefill
         self.stub = decode_pb2_grpc.DecodeStub(decode)
+        self.about = worker_pb2_grpc.WorkerStub(decode)
         self.decode = decode
         self.transport = GrpcTransport(push)
         self.states = States()
@@ -239,6 +241,12 @@ class Rig:
             await self.push(admitted, self.prefill.compute(call.ids))
             return await call.answer()
 
+    async def describe_until(self, holds: Callable[[], bool]) -> None:
+        """Asks the worker about itself until something holds inside it: each turn is a whole RPC."""
+        async with asyncio.timeout(WAIT_S):
+            while not holds():
+                await self.about.Describe(worker_pb2.DescribeRequest())
+
     async def empty(self) -> None:
         """Waits until no sequence is left, then checks every account."""
         await asyncio.wait_for(self.worker.pipeline.quiet.wait(), 1.0)
@@ -255,6 +263,7 @@ async def rig(
     decode: Engine | None = None,
     prefill: Engine | None = None,
     bundle: Bundle | None = None,
+    registry: Registry | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """Starts a worker; at the end checks that nothing leaked, and stops it."""
@@ -263,7 +272,7 @@ async def rig(
     logger.setLevel(logging.DEBUG)
     engine = decode or tiny_engine(deterministic=True)
     own = prefill or tiny_engine(deterministic=True, pages=512)
-    worker = DecodeWorker(engine, bundle, DecodeSettings(**{"reap_s": 0.02, "grace_s": 1.0, **settings}))
+    worker = DecodeWorker(engine, bundle, DecodeSettings(**{"reap_s": 0.02, "grace_s": 1.0, **settings}), registry)
     source = Prefill(own)
     if bundle is not None:
         source.contract = own.contract(bundle.digest())

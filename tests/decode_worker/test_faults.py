@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cache_transfer.contract import HandoffIdentity
-from cache_transfer.messages import PackedFrame
-from cache_transfer.transport import GrpcTransport
-from cache_transfer.wire import identity_from_proto
+from cache_transfer.contract import HandoffIdentity, Ticket
+from cache_transfer.messages import Outgoing, PackedFrame
+from cache_transfer.transport import PushStream
+from cache_transfer.wire import contract_to_proto, identity_from_proto, identity_to_proto, ticket_to_proto
 from decode_worker.admission import DecodeRequest
 from decode_worker.sequence import State
 from pdserve.errors import (
@@ -34,7 +35,8 @@ from tests.decode_worker.rig import WAIT_S, Call, Rig, local, rig
 from tests.engine.tiny import prompt, tiny_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, seed=0)
-LONG = replace(PARAMS, max_tokens=200)
+LONG = replace(PARAMS, max_tokens=80)
+LONG_PAGES = 22  # of 4 tokens: 9 of the prompt and 79 of output
 
 
 async def check_serves(r: Rig) -> None:
@@ -84,10 +86,10 @@ async def test_a_caller_may_leave_in_every_state(state: State) -> None:
             await gate.closed()
         async with r.call(prompt(9), LONG) as call:
             task = await bring_to(state, r, call)
-            assert r.worker.blocks.held_count == (0 if state is State.WAITING else 52)
-        await r.states.wait(State.ABORTED) if gate is None else None
+            assert r.worker.blocks.held_count == (0 if state is State.WAITING else LONG_PAGES)
         if gate:
             await gate.open()
+        await r.states.wait(State.ABORTED)
         await r.empty()
         if task is not None:
             done, _ = await asyncio.wait({task}, timeout=WAIT_S)
@@ -106,10 +108,9 @@ async def test_pages_stay_while_the_running_step_writes_them() -> None:
             await gate.closed()  # from here on a plan waits for the engine's thread
             await bring_to(State.VERIFIED, r, call)
             [sequence] = r.worker.pipeline.scheduler.running
-            while not sequence.stepping:
-                await asyncio.sleep(0)  # the loop has been woken: it plans in one of its next turns
+            await r.describe_until(lambda: sequence.stepping)
             r.worker.pipeline.end(sequence, State.ABORTED, Refused("test"))
-            assert sequence.state is State.VERIFIED and r.worker.blocks.held_count == 52
+            assert sequence.state is State.VERIFIED and r.worker.blocks.held_count == LONG_PAGES
             await gate.open()
             await r.states.wait(State.ABORTED)
             assert r.worker.blocks.held_count == 0
@@ -119,7 +120,7 @@ async def test_pages_stay_while_the_running_step_writes_them() -> None:
 
 @pytest.mark.parametrize("state", [State.WAITING, State.GRANTED, State.RECEIVING])
 async def test_what_takes_too_long_expires_without_traffic(state: State) -> None:
-    settings = {"ticket_ttl_s": 0.2} if state is State.WAITING else {"receive_s": 0.2}
+    settings: dict[str, Any] = {"ticket_ttl_s": 0.2} if state is State.WAITING else {"receive_s": 0.2}
     async with rig(**settings) as r, r.call(prompt(9), PARAMS) as call:
         task = await bring_to(state, r, call)
         with pytest.raises(DeadlineExceeded) as caught:
@@ -133,23 +134,36 @@ async def test_what_takes_too_long_expires_without_traffic(state: State) -> None
         await check_serves(r)
 
 
+async def test_a_sender_that_stalls_may_be_replaced() -> None:
+    async with rig(idle_s=0.1) as r, r.call(prompt(9), PARAMS) as call:
+        task = await bring_to(State.RECEIVING, r, call)
+        assert task is not None
+        with pytest.raises(DeadlineExceeded):
+            await task
+        assert r.worker.blocks.held_count == 0
+        admitted = decode_pb2.Admitted(ticket=await retry(r, call), identity=_identity(r))
+        await r.push(admitted, r.prefill.compute(call.ids))
+        assert (await call.answer()).ids == local([prompt(9)], PARAMS)[0].ids
+
+
 async def test_an_expired_ticket_opens_nothing() -> None:
-    async with rig(ticket_ttl_s=0.1) as r:
-        async with r.call(prompt(9), PARAMS) as call:
-            admitted = await call.admitted()
-            with pytest.raises(DeadlineExceeded):
-                await call.answer()
-            with pytest.raises(Refused):
-                await r.push(admitted, r.prefill.compute(call.ids))
+    async with rig(ticket_ttl_s=0.1) as r, r.call(prompt(9), PARAMS) as call:
+        admitted = await call.admitted()
+        with pytest.raises(DeadlineExceeded):
+            await call.answer()
+        with pytest.raises(Refused):
+            await r.push(admitted, r.prefill.compute(call.ids))
 
 
 async def test_a_full_queue_refuses_and_recovers() -> None:
     async with rig(max_queue=2) as r:
-        async with r.call(prompt(5), PARAMS) as one, r.call(prompt(6), PARAMS) as two, r.call(prompt(7), PARAMS) as three:
+        one, two, three = (r.call(prompt(n), PARAMS) for n in (5, 6, 7))
+        async with one, two:
             await one.admitted()
             admitted = await two.admitted()
-            with pytest.raises(Exhausted) as caught:
-                await three.event()
+            async with three:
+                with pytest.raises(Exhausted) as caught:
+                    await three.event()
             assert caught.value.reason == "QUEUE_FULL" and caught.value.retryable
             await r.push(admitted, r.prefill.compute(two.ids))
             await two.answer()
@@ -170,8 +184,7 @@ async def test_pages_are_granted_in_order() -> None:
             await r.states.wait(State.RECEIVING)
             for n in (1, 2):
                 tasks.append(asyncio.create_task(r.sender(admitted[n], computed[n]).run()))
-                while len(r.worker.pipeline.scheduler.grants) < n:
-                    await asyncio.wait_for(r.worker._server._grpc is not None and asyncio.sleep(0) or _never(), WAIT_S)
+                await r.describe_until(partial(waiting_grants, r, n))
             # The third would fit beside the first, but the second came before it.
             assert r.worker.blocks.held_count == 8
             for layer in (1, 2):
@@ -206,7 +219,7 @@ async def test_a_retry_fences_the_attempt_that_runs() -> None:
         assert r.worker.blocks.held_count == 0  # drained before the new ticket went out
         with pytest.raises(Fenced):
             await task
-        admitted = decode_pb2.Admitted(ticket=ticket, identity=_identity(r, call))
+        admitted = decode_pb2.Admitted(ticket=ticket, identity=_identity(r))
         await r.push(admitted, r.prefill.compute(call.ids))
         assert (await call.answer()).ids == local([prompt(9)], PARAMS)[0].ids
 
@@ -214,15 +227,17 @@ async def test_a_retry_fences_the_attempt_that_runs() -> None:
 async def test_a_retry_with_another_contract_ends_the_request() -> None:
     async with rig() as r, r.call(prompt(9), PARAMS) as call:
         await call.admitted()
+        contract = replace(r.prefill.contract, model_digest=bytes(32))
+        await call.send(retry=decode_pb2.DecodeRetry(prefill_contract=contract_to_proto(contract)))
         with pytest.raises(Incompatible) as caught:
-            await retry(r, call, model_digest=bytes(32))
+            await call.answer()
         assert caught.value.field == "MODEL_DIGEST"
 
 
 async def test_a_late_retry_does_not_disturb_the_answer() -> None:
     async with rig() as r, r.call(prompt(9), LONG) as call:
         await bring_to(State.DECODING, r, call)
-        await call.send(retry=decode_pb2.DecodeRetry(prefill_contract=_contract(r)))
+        await call.send(retry=decode_pb2.DecodeRetry(prefill_contract=contract_to_proto(r.prefill.contract)))
         assert (await call.answer()).ids == local([prompt(9)], LONG)[0].ids
 
 
@@ -303,35 +318,38 @@ async def test_a_reader_that_never_comes_back_loses_its_sequence() -> None:
         assert caught.value.reason == "SLOW_READER"
 
 
-class Tamper(GrpcTransport):
-    """Flips one bit of each frame's payload on its way."""
+def waiting_grants(r: Rig, count: int) -> bool:
+    return len(r.worker.pipeline.scheduler.grants) == count
+
+
+class Tamper:
+    """A transport that flips one bit of each frame's payload on its way."""
 
     def __init__(self, r: Rig) -> None:
-        self.__dict__.update(r.transport.__dict__)
+        self._whole = r.transport
+        self.pack = r.transport.pack
 
-    def pack(self, header: bytes, pieces: Sequence[memoryview], digest: bytes) -> PackedFrame:
-        whole = bytearray(b"".join(pieces))
-        whole[len(whole) // 2] ^= 1
-        return super().pack(header, [memoryview(whole)], digest)
+    def open(self, deadline_s: float) -> PushStream:
+        stream = self._whole.open(deadline_s)
+        send = stream.send
+
+        async def tampered(message: Outgoing) -> None:
+            if isinstance(message, PackedFrame):
+                data = bytearray(message.data)  # type: ignore[arg-type]
+                data[len(data) // 2] ^= 1
+                message = replace(message, data=bytes(data))
+            await send(message)
+
+        stream.send = tampered  # type: ignore[method-assign]
+        return stream
 
 
-async def retry(r: Rig, call: Call, **changes: bytes) -> common_pb2.Ticket:
-    contract = _contract(r)
-    for name, value in changes.items():
-        setattr(contract, name, value)
-    await call.send(retry=decode_pb2.DecodeRetry(prefill_contract=contract))
+async def retry(r: Rig, call: Call) -> common_pb2.Ticket:
+    await call.send(retry=decode_pb2.DecodeRetry(prefill_contract=contract_to_proto(r.prefill.contract)))
     return await call.ticket()
 
 
-def _contract(r: Rig) -> common_pb2.WorkerContract:
-    from cache_transfer.wire import contract_to_proto
-
-    return contract_to_proto(r.prefill.contract)
-
-
-def _identity(r: Rig, call: Call) -> common_pb2.HandoffIdentity:
-    from cache_transfer.wire import identity_to_proto
-
+def _identity(r: Rig) -> common_pb2.HandoffIdentity:
     [sequence] = r.worker.pipeline.scheduler.waiting
     assert sequence.identity is not None
     return identity_to_proto(sequence.identity)
@@ -341,13 +359,5 @@ def _request(r: Rig, ids: tuple[int, ...], params: SamplingParams) -> DecodeRequ
     return DecodeRequest("direct", "", "t", None, ids, (), 0, params, r.prefill.contract)
 
 
-def _admitted(r: Rig, identity: HandoffIdentity, ticket: object) -> decode_pb2.Admitted:
-    from cache_transfer.contract import Ticket
-    from cache_transfer.wire import identity_to_proto, ticket_to_proto
-
-    assert isinstance(ticket, Ticket)
+def _admitted(r: Rig, identity: HandoffIdentity, ticket: Ticket) -> decode_pb2.Admitted:
     return decode_pb2.Admitted(ticket=ticket_to_proto(ticket), identity=identity_to_proto(identity))
-
-
-async def _never() -> None:
-    await asyncio.Event().wait()

@@ -36,6 +36,7 @@ from tests.engine.tiny import spec, tiny_model
 
 VOCAB = 320
 CONTEXT = 256
+LONG_CONTEXT = 8192
 MODEL = "tiny"
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
@@ -66,8 +67,8 @@ def bundle() -> Bundle:
 
 
 @functools.cache
-def model(seed: int = 0) -> LoadedModel:
-    return tiny_model(spec(vocab_size=VOCAB, context_limit=CONTEXT, layers=2), seed=seed)
+def model(seed: int = 0, context: int = CONTEXT) -> LoadedModel:
+    return tiny_model(spec(vocab_size=VOCAB, context_limit=context, layers=2), seed=seed)
 
 
 def contract(**changes: Any) -> WorkerContract:
@@ -170,9 +171,12 @@ class House:
         await self.router.registry.deregister(worker_id, self.member(worker_id).record.incarnation)
         await self.router.pool.refresh()
 
-    async def assert_reachable(self) -> None:
+    async def decodes_reachable(self) -> None:
+        await self.assert_reachable(self.decodes)
+
+    async def assert_reachable(self, workers: Sequence[PrefillWorker | DecodeWorker] = ()) -> None:
         """One round trip to every worker."""
-        for worker in self.workers:
+        for worker in workers or self.workers:
             stub: Any = worker_pb2_grpc.WorkerStub(self.router.channels.get(worker.address))
             assert (await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)).worker_id == worker.worker_id
 

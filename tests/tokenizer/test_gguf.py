@@ -116,11 +116,19 @@ def test_pre_tokenizers_equal_the_originals(tmp_path: Path, pre: str | None, spl
         assert list(tokenizer.encode(text)) == original.encode(text).ids, text
 
 
-@pytest.mark.parametrize(("pre", "stated", "begins"), [("gpt-2", None, False), ("llama-bpe", None, True)])
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("qwen2", False)])
+def test_llama_takes_a_known_word_whole(tmp_path: Path, pre: str, whole: bool) -> None:
+    original = byte_level()
+    inner = json.loads(original.to_str())["model"]
+    vocab = {**inner["vocab"], "zqxj": len(inner["vocab"])}  # no merges lead to it
+    original.model = models.BPE(vocab=vocab, merges=[tuple(merge) for merge in inner["merges"]])
+    tokenizer = Tokenizer(bundle_from_gguf(write_gguf(tmp_path / "m.gguf", original, pre)))
+    assert (tokenizer.encode("zqxj") == (vocab["zqxj"],)) is whole
+
+
+@pytest.mark.parametrize(("pre", "begins"), [("gpt-2", False), ("llama-bpe", True)])
 @pytest.mark.parametrize("override", [None, True, False])
-def test_begin_token_as_the_file_says(
-    tmp_path: Path, pre: str, stated: None, begins: bool, override: bool | None
-) -> None:
+def test_begin_token_as_the_file_says(tmp_path: Path, pre: str, begins: bool, override: bool | None) -> None:
     extra: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 5, "eot_token_id": 0}
     if override is not None:
         extra["add_bos_token"] = override

@@ -62,6 +62,8 @@ _PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "qwen3-biases": ("Qwen3Config", "Qwen3ForCausalLM", {"attention_bias": True}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"activation_function": "gelu_new"}),
+    "gpt2-exact-gelu": ("GPT2Config", "GPT2LMHeadModel", {"activation_function": "gelu"}),
+    "gpt2-unscaled": ("GPT2Config", "GPT2LMHeadModel", {"scale_attn_weights": False}),
     "gpt2-untied": ("GPT2Config", "GPT2LMHeadModel", {"tie_word_embeddings": False, "n_inner": 72}),
 }
 NAMES = tuple(_PEERS)

@@ -118,9 +118,9 @@ def peer_greedy(model: Any, ids: tuple[int, ...]) -> list[int]:
 
 def test_digest_of_the_real_model_is_fast(smollm2: LoadedModel) -> None:
     _, stored = read_gguf(find_smollm2())
-    started = time.monotonic()
+    started = time.process_time()  # of all threads, and not of other work on the machine
     digest = model_digest(smollm2.spec, stored)
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0
     assert digest == smollm2.digest
 
 

@@ -1,0 +1,314 @@
+"""The whole service in one process, as an operator would wire it, and ways to watch it at work.
+
+Router with its embedded registry, any number of prefill and decode workers, a client: all on
+the test's event loop, and every byte between them over real loopback gRPC. What watches are
+subclasses that add nothing but records and a gate; nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache_transfer.pages import PageSink
+from cache_transfer.receiver import ReceivedLogits, ReceiverHost, ReceiveReport
+from cache_transfer.tickets import Claim
+from decode_worker.settings import DecodeSettings
+from decode_worker.worker import DecodeWorker
+from pdserve.client import AsyncClient
+from pdserve.client.events import Completion, Event, Tokens
+from pdserve.engine.engine import Engine, OnLayer
+from pdserve.engine.loaded import LoadedModel
+from pdserve.engine.plan import EngineConfig, StepCounters, StepOutput, StepPlan
+from pdserve.engine.spec import ModelSpec
+from pdserve.local import LocalRunner
+from pdserve.registry.records import Registry
+from pdserve.registry.settings import RegistrySettings
+from pdserve.request import SamplingParams
+from pdserve.tokenizer import Bundle
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from prefill_worker.settings import PrefillSettings
+from prefill_worker.worker import PrefillWorker
+from router.app import Router
+from router.settings import RouterSettings
+from tests.engine.tiny import TINY, tiny_engine, tiny_model
+
+WAIT_S = 20.0  # for anything that must happen; the machine may be busy
+FREE_S = 2.0  # for pages to come back after a client has gone
+MODEL = "tiny"
+LEASE = RegistrySettings(lease_s=30.0, heartbeat_s=0.1, timeout_s=2.0)
+
+Worker = PrefillWorker | DecodeWorker
+
+
+@dataclass(frozen=True)
+class Step:
+    """One engine step that ran to its end."""
+
+    plan: StepPlan
+    logits: dict[str, Tensor]  # as StepOutput's, but safe from samplers
+    counters: StepCounters
+
+
+class WatchedEngine(Engine):
+    """A real engine that remembers its steps, and that can be held still inside of one. Make it on the test's loop."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.steps: list[Step] = []
+        self.layers_begun = 0
+        self.inside = asyncio.Event()
+        """A step stands still, after it has written K and V of its first layer."""
+        self._loop = asyncio.get_running_loop()
+        self._open = threading.Event()
+        self._open.set()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Steps stand still meanwhile."""
+        self.inside.clear()
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+    @property
+    def counters(self) -> StepCounters:
+        """Work of all steps so far."""
+        return sum((step.counters for step in self.steps), StepCounters())
+
+    def step(self, plan: StepPlan, *, on_layer: OnLayer | None = None, **options: Any) -> StepOutput:
+        def watched(layer: int) -> None:
+            self.layers_begun += 1
+            if on_layer is not None:
+                on_layer(layer)
+            if not self._open.is_set():
+                self._loop.call_soon_threadsafe(self.inside.set)
+                assert self._open.wait(WAIT_S), "the test never let go"
+
+        output = super().step(plan, on_layer=watched, **options)
+        logits = {key: rows.clone() for key, rows in output.logits.items()}
+        self.steps.append(Step(plan, logits, output.counters))
+        return output
+
+
+class WatchedHost:
+    """Hears what the receiver tells the decode worker, and passes it on."""
+
+    def __init__(self, host: ReceiverHost) -> None:
+        self.logits: dict[str, ReceivedLogits] = {}
+        """First-step logits by the router's request id, exactly as they came off the wire."""
+        self._host = host
+
+    async def grant(self, claim: Claim) -> PageSink:
+        return await self._host.grant(claim)
+
+    def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:
+        self._host.verified(claim, logits, report)
+        self.logits[claim.request_id.partition("#")[0]] = logits
+
+    def aborted(self, claim: Claim, error: Exception) -> None:
+        self._host.aborted(claim, error)  # type: ignore[arg-type]
+
+
+def engine(of: ModelSpec = TINY, dtype: str = "fp32", seed: int = 0, **config: Any) -> WatchedEngine:
+    """A deterministic one with pages of 4 tokens, unless `config` says otherwise."""
+    given = {"pages": 128, "page_size": 4, "deterministic": True, **config}
+    return WatchedEngine(tiny_model(of, dtype, seed), EngineConfig(dtype=dtype, **given))
+
+
+@dataclass
+class Answer:
+    """What one process computes for a prompt."""
+
+    ids: tuple[int, ...]
+    logits: list[Tensor]  # raw, per step
+
+    @property
+    def first_logits(self) -> bytes:
+        """As they would travel."""
+        return bytes(self.logits[0].numpy().tobytes())
+
+
+def alone(ids: Sequence[int], params: SamplingParams, *, chunk_tokens: int = 7, **model: Any) -> Answer:
+    """The baseline: one process, one prompt, an engine of its own."""
+    runner = LocalRunner(tiny_engine(**{"deterministic": True, "pages": 256, **model}), chunk_tokens=chunk_tokens)
+    return alone_on(runner, ids, params)
+
+
+def alone_on(runner: LocalRunner, ids: Sequence[int], params: SamplingParams) -> Answer:
+    logits: list[Tensor] = []
+    events = runner.generate(ids, params, observe=lambda number, index, row: logits.append(row.clone()))
+    tokens = [token for event in events for token in getattr(event, "ids", ())]
+    return Answer(tuple(tokens), logits)
+
+
+@dataclass
+class Stack:
+    """A started router, its workers and a client of it."""
+
+    router: Router
+    client: AsyncClient
+    prefills: list[PrefillWorker] = field(default_factory=list)
+    decodes: list[DecodeWorker] = field(default_factory=list)
+    hosts: list[WatchedHost] = field(default_factory=list)  # one per decode worker
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [*self.prefills, *self.decodes]
+
+    async def add_prefill(
+        self,
+        model: Engine | None = None,
+        *,
+        bundle: Bundle | None = None,
+        registry: Registry | None = None,
+        **settings: Any,
+    ) -> PrefillWorker:
+        """Adds p0, p1, ...; `registry` takes the place of the router's own."""
+        given = {"chunk_tokens": 16, "max_running": 4, **self._common("p", len(self.prefills)), **settings}
+        worker = PrefillWorker(model or engine(), bundle, PrefillSettings(**given), registry or self.router.registry)
+        self.prefills.append(worker)
+        await worker.start()
+        await self.router.pool.refresh()
+        return worker
+
+    async def add_decode(
+        self,
+        model: Engine | None = None,
+        *,
+        bundle: Bundle | None = None,
+        registry: Registry | None = None,
+        **settings: Any,
+    ) -> DecodeWorker:
+        """Adds d0, d1, ...; `registry` takes the place of the router's own."""
+        given = {**self._common("d", len(self.decodes)), **settings}
+        worker = DecodeWorker(model or engine(), bundle, DecodeSettings(**given), registry or self.router.registry)
+        receiver = worker.pipeline.handoffs.receiver
+        host = WatchedHost(receiver._host)
+        receiver._host = host
+        self.decodes.append(worker)
+        self.hosts.append(host)
+        await worker.start()
+        await self.router.pool.refresh()
+        return worker
+
+    async def ask(self, ids: Sequence[int], params: SamplingParams, **options: Any) -> Completion:
+        """One request through the client, with its record."""
+        asked = {"want_record": True, "timeout_s": 60.0, **options}
+        return await self.client.complete(token_ids=ids, sampling=params, **asked)
+
+    def first_logits(self, completion: Completion) -> bytes:
+        """What some decode worker received for this request."""
+        assert completion.accepted is not None
+        (found,) = [h.logits[i] for h in self.hosts if (i := completion.accepted.request_id) in h.logits]
+        return found.data
+
+    async def until(self, holds: Callable[[], bool], within_s: float = WAIT_S) -> None:
+        """Looks again after every round trip to some worker until something holds."""
+        async with asyncio.timeout(within_s):
+            while not holds():
+                for worker in self.workers[:1]:
+                    await self._stub(worker).Describe(worker_pb2.DescribeRequest(), timeout=WAIT_S)
+
+    async def check_free(self, within_s: float = WAIT_S) -> None:
+        """Soon nothing is held anywhere; then every account is right."""
+        try:
+            async with asyncio.timeout(within_s):
+                for worker in self.workers:
+                    while (await self._accounts(worker)).holdings:
+                        pass
+                await self.until(lambda: not self.router.orchestrator.active and all(map(_idle, self.workers)))
+        except TimeoutError:
+            held = {w.worker_id: w.blocks.holdings() for w in self.workers}
+            raise AssertionError(f"still held after {within_s:g} s: {held}") from None
+        for worker in self.workers:
+            accounts = await self._accounts(worker)
+            assert accounts.intact and not accounts.pages_held and not accounts.holdings, accounts
+            assert accounts.pages_free + accounts.pages_cached == accounts.pages_total, accounts
+            assert not worker.broken.is_set()
+
+    async def remove(self, worker: Worker) -> None:
+        """Stops a worker and forgets it."""
+        if isinstance(worker, PrefillWorker):
+            self.prefills.remove(worker)
+        else:
+            del self.hosts[self.decodes.index(worker)]
+            self.decodes.remove(worker)
+        await worker.stop()
+        await self.router.pool.refresh()
+
+    async def _accounts(self, worker: Worker) -> worker_pb2.AccountsResponse:
+        response = await self._stub(worker).Accounts(worker_pb2.AccountsRequest(), timeout=WAIT_S)
+        assert isinstance(response, worker_pb2.AccountsResponse)
+        return response
+
+    def _stub(self, worker: Worker) -> Any:
+        return worker_pb2_grpc.WorkerStub(self.router.channels.get(worker.address))
+
+    @staticmethod
+    def _common(letter: str, number: int) -> dict[str, Any]:
+        return {"worker_id": f"{letter}{number}", "name": MODEL, "registry": LEASE, "reap_s": 0.05, "grace_s": 1.0}
+
+
+def _idle(worker: Worker) -> bool:
+    """No request is here, and nothing of one is left behind."""
+    if isinstance(worker, PrefillWorker):
+        return worker.pipeline.scheduler.idle and not worker.pipeline.jobs
+    handoffs = worker.pipeline.handoffs
+    left = (*worker.pipeline.sequences, *worker.pipeline.scheduler.grants, *handoffs._sequences)
+    return not left and not len(handoffs.book) and not handoffs.receiver.active
+
+
+@asynccontextmanager
+async def stack(**settings: Any) -> AsyncIterator[Stack]:
+    """A router without workers. At the end nothing may be held; then all of it stops."""
+    torch.set_num_threads(1)
+    router = Router(RouterSettings(**{"port": 0, "http_port": 0, "refresh_s": 0.05, "registry": LEASE, **settings}))
+    await router.start()
+    async with AsyncClient(router.address) as client:
+        made = Stack(router, client)
+        try:
+            yield made
+            await made.check_free()
+        finally:
+            for worker in made.workers:
+                await worker.stop()
+            await router.stop()
+
+
+@asynccontextmanager
+async def pair(
+    prefill: Engine | None = None, decode: Engine | None = None, **settings: Any
+) -> AsyncIterator[Stack]:
+    """A router, one prefill and one decode worker without a tokenizer."""
+    async with stack(**settings) as made:
+        await made.add_prefill(prefill)
+        await made.add_decode(decode)
+        yield made
+
+
+async def read_tokens(events: AsyncIterator[Event], count: int) -> tuple[int, ...]:
+    """Reads on until `count` output tokens have come."""
+    ids: tuple[int, ...] = ()
+    while len(ids) < count:
+        event = await anext(events)
+        if isinstance(event, Tokens):
+            ids += event.ids
+    return ids
+
+
+@asynccontextmanager
+async def streaming(made: Stack, ids: Sequence[int], params: SamplingParams) -> AsyncIterator[AsyncIterator[Event]]:
+    """A request whose first token has come; leaving goes away as a client does."""
+    async with aclosing(made.client.generate(token_ids=ids, sampling=params, timeout_s=60.0)) as events:
+        await read_tokens(events, 1)
+        yield events
