@@ -29,6 +29,7 @@ from decode_worker.step import DecodePlan, step_and_sample
 from decode_worker.stream import EventStream
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.engine import Engine
+from pdserve.engine.plan import StepCounters
 from pdserve.engine.runner import EngineThread
 from pdserve.errors import DeadlineExceeded, Internal, PdserveError
 from pdserve.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ class Pipeline:
         """Set while no sequence is here."""
         self.quiet.set()
         self.tokens_per_s = 0.0  # output tokens over step time, smoothed
+        self.counters = StepCounters()  # logical work of all steps so far
         self._engine = engine
         self._limits = limits
         self._settings = settings
@@ -161,6 +163,7 @@ class Pipeline:
             log.exception("a step of %d sequences failed", len(plan.samplers))
             self.scheduler.abandon(plan, Internal("the engine failed", remedy="see the worker's log"))
         else:
+            self.counters += output.counters
             given = self.scheduler.apply(plan, output)
             self.tokens_per_s += 0.1 * (given / max(time.monotonic() - began, 1e-9) - self.tokens_per_s)
 

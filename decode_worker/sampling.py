@@ -15,17 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pdserve.errors import Internal, PdserveError
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import PositionLogprobs, TokenLogprob
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -120,8 +118,8 @@ class Sampler:
 def sample(rows: Sequence[tuple[Sampler, Tensor]]) -> list[Choice | PdserveError]:
     """Chooses one token per row; a row that cannot be sampled gives its error, and only that row.
 
-    `rows` pairs a sampler with raw logits [vocab] (any float dtype and device). Plain rows
-    of a batch take one argmax together. Nothing is mutated.
+    `rows` pairs a sampler with raw logits [vocab], fp32 or float64, on any device. Rows that are
+    plainly greedy are not copied. Nothing is mutated.
     """
     outcome: dict[int, Choice | PdserveError] = {}
     plain = [n for n, (sampler, _) in enumerate(rows) if sampler.plain]
@@ -215,15 +213,18 @@ def _check_best(best: float) -> None:
 
 
 def _greedy(rows: Sequence[Tensor]) -> list[Choice | PdserveError]:
-    """Argmax of each [vocab] row, the first of equals; one reduction for the batch."""
+    """Argmax of each [vocab] row, the first of equals."""
     if not rows:
         return []
-    stacked = rows[0].new_empty((len(rows), rows[0].shape[-1]))
-    for n, row in enumerate(rows):
-        stacked[n] = row
-    best, ids = stacked.max(dim=-1)
+    if rows[0].device.type == "cpu":
+        # In place and row by row: numpy's argmax is far faster than a copy and torch's.
+        tokens = [int(row.detach().numpy().argmax()) for row in rows]
+        best = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+    else:  # one reduction and one transfer for the batch
+        values, ids = torch.stack(list(rows)).max(dim=-1)
+        tokens, best = ids.tolist(), values.tolist()
     outcome: list[Choice | PdserveError] = []
-    for value, token in zip(best.tolist(), ids.tolist(), strict=True):
+    for value, token in zip(best, tokens, strict=True):
         try:
             _check_best(value)
             outcome.append(Choice(token))

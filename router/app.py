@@ -17,14 +17,13 @@ from pdserve.registry.records import Registry
 from pdserve.registry.service import add_registry
 from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.server import Server
-from pdserve.v1 import gateway_pb2_grpc
 from router.gate import Gate
 from router.http_server import HttpServer
 from router.intake import Intake
 from router.openai_http import OpenAiApi
 from router.orchestrate import Orchestrator
 from router.pool import Pool
-from router.service import GatewayService
+from router.service import GatewayService, add_gateway
 from router.settings import RouterSettings
 from router.tokens import BundleCache
 
@@ -103,7 +102,7 @@ class Router:
         name = describe_url(settings.registry.url)
         server = Server(settings.rpc, settings.host, settings.port)
         gateway = GatewayService(self.intake, self.orchestrator, self.pool, settings, name)
-        server.add(gateway_pb2_grpc.add_GatewayServicer_to_server, gateway)
+        add_gateway(server, gateway)
         if isinstance(self.registry, MemoryRegistry):
             add_registry(server, self.registry)
         return server

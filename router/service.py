@@ -21,6 +21,7 @@ from pdserve.rpc.convert import (
     tokens_to_proto,
 )
 from pdserve.rpc.events import Accepted, HandoffRecord, TokenBatch
+from pdserve.rpc.server import Server
 from pdserve.rpc.status import abort, difference_to_proto, to_detail
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 from router.backlog import Event
@@ -104,6 +105,11 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             await asyncio.wait_for(context.write(event), self._settings.client_stall_s)
         except TimeoutError as error:
             raise Cancelled(f"the client took nothing for {self._settings.client_stall_s:g} s") from error
+
+
+def add_gateway(server: Server, gateway: GatewayService) -> None:
+    """Adds the service to a server that has not started yet."""
+    server.add(gateway_pb2_grpc.add_GatewayServicer_to_server, gateway)
 
 
 def ask_from_proto(message: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Ask:

@@ -71,6 +71,7 @@ PROTOBUF_ALLOWED = (
     "cache_transfer.codec",
     "cache_transfer.sender",
     "cache_transfer.receiver",
+    "router.wire",
 )
 
 

@@ -13,6 +13,7 @@ from pdserve.cli.demo import demo
 from pdserve.cli.generate import generate
 from pdserve.cli.pools import down, up
 from pdserve.cli.status import status
+from pdserve.cli.template import config
 from pdserve.errors import ConfigError, PdserveError
 
 HELP = """Disaggregated prefill/decode serving for language models.
@@ -39,6 +40,7 @@ app.command()(generate)
 app.command()(status)
 app.command()(down)
 app.command()(demo)
+app.command()(config)
 
 
 @app.callback(invoke_without_command=True)

@@ -16,14 +16,29 @@ LogitsWanted = Literal["none", "last", "all"]
 class EngineConfig:
     """How an engine computes and stores. Part of it becomes the worker's contract."""
 
-    dtype: str = "bf16"  # weights and activations: fp32 | bf16 | fp16 | float64
-    kv_dtype: str = ""  # empty: as dtype
-    pages: int = 1024  # pages in the pool
-    page_size: int = 16  # tokens per page
-    axis_order: str = "hnd"  # hnd: heads outermost; nhd: tokens outermost
+    dtype: str = "bf16"
+    """Of weights and activations: bf16, fp32, fp16 or float64."""
+
+    kv_dtype: str = ""
+    """Of the KV cache; empty: the same as `dtype`."""
+
+    pages: int = 1024
+    """Pages of the KV cache. With `page_size` tokens each, they bound what a worker can hold."""
+
+    page_size: int = 16
+    """Tokens of a page."""
+
+    axis_order: str = "hnd"
+    """Layout of a page: hnd (heads outermost) or nhd (tokens outermost)."""
+
     device: str = "cpu"
-    threads: int = 1  # torch intra-op threads; set by the process that owns the engine
-    deterministic: bool = False  # bit-equal across batch, chunk, page size, cache state
+    """Where the model runs: cpu, or a torch device such as cuda."""
+
+    threads: int = 1
+    """Threads that compute one step; holds for the whole process."""
+
+    deterministic: bool = False
+    """Bit-equal results across batch, chunk and page size, and cache state. Slower."""
 
 
 @dataclass(frozen=True)

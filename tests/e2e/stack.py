@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cache_transfer.pages import PageSink
-from cache_transfer.receiver import ReceivedLogits, ReceiverHost, ReceiveReport
+from cache_transfer.receiver import ReceivedLogits, ReceiveReport, ReceiverHost
 from cache_transfer.tickets import Claim
 from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker
@@ -286,9 +286,7 @@ async def stack(**settings: Any) -> AsyncIterator[Stack]:
 
 
 @asynccontextmanager
-async def pair(
-    prefill: Engine | None = None, decode: Engine | None = None, **settings: Any
-) -> AsyncIterator[Stack]:
+async def pair(prefill: Engine | None = None, decode: Engine | None = None, **settings: Any) -> AsyncIterator[Stack]:
     """A router, one prefill and one decode worker without a tokenizer."""
     async with stack(**settings) as made:
         await made.add_prefill(prefill)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -138,8 +137,9 @@ async def test_logit_bias_stop_and_seed(made: House, client: AsyncOpenAI) -> Non
 
 
 async def test_max_tokens_defaults_to_what_the_context_leaves_and_is_cut_to_it(client: AsyncOpenAI) -> None:
-    for given in ({}, {"max_tokens": 100_000}):
-        answer = await client.chat.completions.create(**GREEDY, **given, extra_body=IGNORE)
+    for limit in ({}, {"max_tokens": 100_000}):
+        options: Any = GREEDY | limit
+        answer = await client.chat.completions.create(**options, extra_body=IGNORE)
         assert answer.usage is not None and answer.usage.total_tokens == CONTEXT
 
 
@@ -273,11 +273,8 @@ async def test_a_client_that_goes_away_stops_the_work(made: House, http: httpx.A
 
 async def test_a_client_that_leaves_a_stream_stops_the_work(made: House, http: httpx.AsyncClient) -> None:
     body = {**GREEDY, "stream": True, "ignore_eos": True}
-    async with (
-        http.stream("POST", "/v1/chat/completions", json=body) as answer,
-        aclosing(answer.aiter_lines()) as lines,
-    ):
-        async for line in lines:
+    async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
             if '"content"' in line:
                 break
     await asyncio.wait_for(made.router.orchestrator.idle(), 5)

@@ -1,0 +1,180 @@
+"""The `pdserve` command as a user meets it: a real process, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.engine.checkpoint import save_spec_checkpoint
+from tests.engine.tiny import spec, tiny_model
+
+COMMANDS = ("up", "generate", "status", "down", "demo", "config")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "PDSERVE_STATE": str(tmp_path / "up.json")}
+
+
+def pdserve(environment: dict[str, str], *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pdserve.cli", *arguments],
+        env=environment,
+        input=text if text is not None else "",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_help_names_every_command_and_shows_how_to_begin(environment: dict[str, str]) -> None:
+    shown = pdserve(environment, "--help").stdout
+    assert all(command in shown for command in COMMANDS)
+    assert "pdserve generate --local" in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(environment: dict[str, str], command: str) -> None:
+    done = pdserve(environment, command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (("status",), 1, "no deployment is running here"),
+        (("down",), 1, "there is nothing to stop"),
+        (("generate", "x"), 1, "start one with `pdserve up`"),
+        (("generate", "x", "--gateway", "127.0.0.1:1"), 1, "127.0.0.1:1"),
+        (("generate", "x", "--gateway", "nonsense"), 2, "use host:port"),
+        (("generate", "x", "--temperature", "nan"), 1, "temperature"),
+        (("generate", "x", "--temperature", "-1"), 1, "temperature"),
+        (("generate", "x", "--token-ids", "1,2"), 1, "give one of them"),
+        (("generate", "--token-ids", "1,b"), 1, "--token-ids"),
+        (("generate", "x", "--logit-bias", "1:2"), 1, "--logit-bias"),
+        (("generate", "--messages", "/nonexistent.json"), 1, "cannot read"),
+        (("generate", "--local", "--model", "/nonexistent", "x"), 1, "does not exist"),
+        (("generate", "--local", "--record", "x"), 1, "leave out --local"),
+        (("up", "--config", "/nonexistent.toml"), 2, "cannot read"),
+        (("up", "--prefill", "0"), 2, "pools.prefill"),
+        (("generate", "--nonsense"), 2, "--nonsense"),
+    ],
+)
+def test_an_error_is_one_clear_line(
+    environment: dict[str, str], arguments: tuple[str, ...], code: int, expected: str
+) -> None:
+    done = pdserve(environment, *arguments)
+    assert done.returncode == code, done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.model
+def test_local_generation_answers_with_paris(environment: dict[str, str]) -> None:
+    question = "What is the capital of France?"
+    done = pdserve(environment, "generate", "--local", "--chat", question, "--temperature", "0", "--max-tokens", "24")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], subprocess.Popen[str]]]:
+    """`pdserve up` with a tiny model, in a process of its own."""
+    folder = tmp_path_factory.mktemp("up")
+    model = tiny_model(spec(context_limit=256))
+    save_spec_checkpoint(folder / "tiny.pdmodel", model.spec, model.tensors)
+    config = folder / "pdserve.toml"
+    config.write_text(
+        f'[model]\npath = "{folder / "tiny.pdmodel"}"\n[engine]\ndtype = "fp32"\npages = 64\npage_size = 4\n'
+        "[router]\nport = 0\nhttp_port = 0\n"
+    )
+    environment = {**os.environ, "PDSERVE_STATE": str(folder / "up.json")}
+    up = subprocess.Popen(
+        [sys.executable, "-m", "pdserve.cli", "up", "--config", str(config)],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert up.stderr is not None
+    seen = []
+    for line in up.stderr:
+        seen.append(line)
+        if line.startswith("ready:"):
+            break
+    assert seen[-1].startswith("ready:"), "".join(seen)
+    yield environment, up
+    if up.poll() is None:
+        up.send_signal(signal.SIGTERM)
+        up.wait(60)
+    up.stderr.close()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+class TestUp:
+    Running = tuple[dict[str, str], subprocess.Popen[str]]
+
+    def test_generate_streams_events_from_ids(self, running: Running) -> None:
+        environment, _ = running
+        done = pdserve(
+            environment,
+            *("generate", "--token-ids", "1,2,3", "--max-tokens", "5", "--ignore-eos", "--temperature", "0"),
+            *("--json", "--record"),
+        )
+        assert done.returncode == 0, done.stderr
+        events = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [events[0]["event"], events[-1]["event"]] == ["accepted", "finish"]
+        assert sum(len(event["ids"]) for event in events if event["event"] == "tokens") == 5
+        record = next(event for event in events if event["event"] == "handoffrecord")
+        assert (record["prompt_tokens"], record["sent_tokens"]) == (3, 3)
+
+    def test_a_model_without_tokenizer_refuses_text(self, running: Running) -> None:
+        done = pdserve(running[0], "generate", text="hello")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "token" in done.stderr and "Traceback" not in done.stderr
+
+    def test_status_shows_pools_and_pairs(self, running: Running) -> None:
+        done = pdserve(running[0], "status", "--json")
+        shown = json.loads(done.stdout)
+        assert sorted(worker["role"] for worker in shown["workers"]) == ["decode", "prefill"]
+        assert [pair["fits"] for pair in shown["pairs"]] == [True]
+        assert "yes" in pdserve(running[0], "status").stdout
+
+    def test_a_second_up_is_refused(self, running: Running) -> None:
+        done = pdserve(running[0], "up")
+        assert done.returncode == 2
+        assert "pdserve down" in done.stderr
+
+    def test_down_leaves_no_process_and_no_state(self, running: Running) -> None:
+        environment, up = running
+        children = psutil.Process(up.pid).children(recursive=True)
+        assert children
+        done = pdserve(environment, "down")
+        assert done.returncode == 0, done.stderr
+        assert up.wait(60) == 0
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+        assert not Path(environment["PDSERVE_STATE"]).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_pool_that_cannot_start_is_one_clear_error(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    began = time.monotonic()
+    done = pdserve(environment, "up", "--model", str(tmp_path / "model.gguf"), "--port", "0", "--http-port", "0")
+    assert done.returncode != 0
+    assert "model.gguf" in done.stderr.splitlines()[-1], done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began < 100
