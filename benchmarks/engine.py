@@ -9,6 +9,7 @@ The peer runs its plain forward pass over its own cache, with logits of the last
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -155,17 +156,21 @@ def compare(case: Case, ours: Side, peer: Side | None, vocab: int, rounds: int) 
 
 
 def load_peer(path: Path) -> Any | None:
-    """The same checkpoint in `transformers`; None when that is not installed."""
+    """The same checkpoint in `transformers`, with plain bf16 weights; None when that is not installed."""
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GgufConfig
     except ImportError:
         return None
-    where, more = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16, local_files_only=True, **more)
-    return model.eval()
+    where, more = path, {}
+    if path.is_file():
+        where, more = path.parent, {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16, local_files_only=True, **more).eval()
+    if {parameter.dtype for parameter in model.parameters()} != {torch.bfloat16}:
+        raise SystemExit("the peer's weights are not in bf16: the comparison would not be fair")
+    return model
 
 
-def tiny_checkpoint(folder: Path) -> Path:
+def tiny_checkpoint(folder: Path, layers: int = 4, kv_heads: int = 2, head_dim: int = 16) -> Path:
     """A small random Llama, for --quick."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -173,9 +178,10 @@ def tiny_checkpoint(folder: Path) -> Path:
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=512,
         tie_word_embeddings=True,
     )
@@ -190,6 +196,7 @@ def measure(path: Path, cases: Sequence[Case], rounds: int) -> list[Figure]:
     model = load_peer(path)
     figures = []
     for case in cases:
+        print(f"measuring {case.name}", file=sys.stderr, flush=True)
         peer = None if model is None else Peer(model)
         figures.append(compare(case, Ours(engine), peer, engine.spec.vocab_size, rounds))
     return figures
@@ -202,7 +209,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             figures = measure(tiny_checkpoint(Path(folder)), QUICK_CASES, rounds=2)
     else:
-        figures = measure(find_smollm2(), CASES, rounds=5)
+        figures = measure(find_smollm2(), CASES, rounds=3)
     report(figures, options.json)
 
 

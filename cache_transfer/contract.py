@@ -40,12 +40,22 @@ class PositionScheme:
     interleaved: bool = False
     keys_cached_rotated: bool = True
 
+    def __post_init__(self) -> None:
+        # 10000 in a configuration and 10000.0 from the wire are one number, hence one encoding.
+        parameters = sorted((name, float(value)) for name, value in self.scaling_parameters)
+        object.__setattr__(self, "theta", float(self.theta))
+        object.__setattr__(self, "scaling_parameters", tuple(parameters))
+
 
 @dataclass(frozen=True)
 class AttentionScheme:
     scale: float
     soft_cap: float = 0.0
     sliding_window: tuple[int, ...] = ()  # per layer; 0: no window
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", float(self.scale))
+        object.__setattr__(self, "soft_cap", float(self.soft_cap))
 
 
 @dataclass(frozen=True)

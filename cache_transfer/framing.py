@@ -12,20 +12,16 @@ from __future__ import annotations
 import ctypes
 
 from cache_transfer.digests import DIGEST_BYTES
-from pdserve.errors import Internal
 
 _FRAME = b"\x12"  # PushRequest.frame; a tag is (field number << 3) | 2 for bytes
 _HEADER, _PAYLOAD, _DIGEST = b"\x0a", b"\x12", b"\x1a"  # of Frame
 _TRAILER = _DIGEST + bytes([DIGEST_BYTES])
-_WRITABLE = 0x200  # PyBUF_WRITE
 
 _api = ctypes.PyDLL(None)
 _new_bytes = _api.PyBytes_FromStringAndSize
 _new_bytes.restype, _new_bytes.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
 _address_of = _api.PyBytes_AsString
 _address_of.restype, _address_of.argtypes = ctypes.c_void_p, (ctypes.py_object,)
-_view_of = _api.PyMemoryView_FromMemory
-_view_of.restype, _view_of.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class FrameBuffer:
@@ -37,21 +33,25 @@ class FrameBuffer:
         before = _FRAME + varint(length) + before
         size = len(before) + payload_bytes + len(_TRAILER) + DIGEST_BYTES
         self._data: bytes = _new_bytes(None, size)
-        self._view: memoryview = _view_of(_address_of(self._data), size, _WRITABLE)
+        self._view = _writable(self._data)
         self._view[: len(before)] = before
         end = len(before) + payload_bytes
         self.payload = self._view[len(before) : end]
         self._view[end : end + len(_TRAILER)] = _TRAILER
 
     def seal(self, digest: bytes) -> bytes:
-        """The finished message. Raises Internal when someone still holds the payload's memory."""
+        """The finished message. `payload` can no longer be used."""
         self._view[-DIGEST_BYTES:] = digest
-        try:
-            self.payload.release()
-            self._view.release()
-        except BufferError:
-            raise Internal("a source kept the memory of a frame that it filled") from None
+        self.payload.release()
+        self._view.release()
         return self._data
+
+
+def _writable(data: bytes) -> memoryview:
+    """Its memory. Keeps `data` alive, so whatever a caller does with the view, it never dangles."""
+    array = (ctypes.c_ubyte * len(data)).from_address(_address_of(data))
+    array.owner = data  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def varint(value: int) -> bytes:

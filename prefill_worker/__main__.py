@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.engine.load import load_model, model_path
-from pdserve.errors import CheckpointError, ConfigError, Internal, PdserveError
+from pdserve.errors import ConfigError, Internal, PdserveError
 from pdserve.registry.open import open_registry
 from pdserve.registry.records import Registry
 from pdserve.tokenizer import load_bundle
@@ -21,14 +21,14 @@ from prefill_worker.worker import PrefillWorker
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after a drain, 2 for a configuration or model that cannot work, 1 otherwise."""
+    """Returns the exit status: 0 after a drain, 1 for a fault while running, 2 for what the operator can correct."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(serve(settings_of(options)))
     except PdserveError as error:
         sys.stderr.write(f"prefill_worker: {error}\n")
-        return 2 if isinstance(error, (ConfigError, CheckpointError)) else 1
+        return 1 if isinstance(error, Internal) else 2
     return 0
 
 

@@ -139,7 +139,8 @@ class PrefillWorker:
             await self._heartbeat.stop()
         await self._report(False)
         try:
-            await asyncio.wait_for(self.pipeline.quiet.wait(), self.settings.grace_s if grace_s is None else grace_s)
+            async with asyncio.timeout(self.settings.grace_s if grace_s is None else grace_s):
+                await self.pipeline.quiet.wait()
         except TimeoutError:
             log.warning("%s: the grace period is over, %d prompts end", self.worker_id, len(self.pipeline.jobs))
         for job in tuple(self.pipeline.jobs.values()):

@@ -14,7 +14,7 @@ from pdserve.tokenizer import Tokenizer
 from router.gate import Member, Pair, Verdict, explain
 from router.placement import Room, check_prompt_length, widest
 from router.pool import Pool
-from router.request import Ask, Request
+from router.request import Ask, Request, router_full
 from router.settings import RouterSettings
 from router.tokens import BundleCache, encode, holders, unknown_model
 
@@ -24,6 +24,7 @@ class Intake:
         self._pool = pool
         self._bundles = bundles
         self._settings = settings
+        self._taking = 0  # requests that are being checked and tokenized now
 
     async def take(self, ask: Ask) -> Request:
         """Checks, chooses the contract, tokenizes once, fixes seed and output limit.
@@ -32,7 +33,17 @@ class Intake:
             NotFound: unknown model or adapter.
             InvalidRequest: an option or token id out of range, an empty or too long prompt.
             Unavailable, Incompatible: no pair of workers can serve the model now.
+            Exhausted: as many requests as may be active are being checked already.
         """
+        if self._taking >= self._settings.max_active:
+            raise router_full(self._taking)
+        self._taking += 1
+        try:
+            return await self._take(ask)
+        finally:
+            self._taking -= 1
+
+    async def _take(self, ask: Ask) -> Request:
         received = time.monotonic()
         ask.sampling.check()
         if ask.adapter:
@@ -51,10 +62,10 @@ class Intake:
         contract = pairs[0].prefill.record.contract
         tokenizer = await self.tokenizer(ready, contract.tokenizer_digest)
         ids = await encode(ask.prompt, tokenizer)
-        check_token_ids(ids, contract.vocab_size)
-        ask.sampling.check(contract.vocab_size)
         limit = widest(pairs)
         check_prompt_length(len(ids), limit)
+        check_token_ids(ids, contract.vocab_size)
+        ask.sampling.check(contract.vocab_size)
         timeout_s = min(self._settings.request_timeout_s, ask.timeout_s or float("inf"))
         return Request(
             id=f"req-{secrets.token_hex(12)}",

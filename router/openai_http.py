@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -117,7 +116,7 @@ class OpenAiApi:
                 event = await anext(events)
             if body.stream:
                 started = True
-                return EventStreamResponse(_chunks(completion, event, events), self._settings.client_stall_s)
+                return EventStreamResponse(_chunks(completion, event, events), events, self._settings.client_stall_s)
             while isinstance(event, TokenBatch):
                 completion.take(event)
                 event = await anext(events)
@@ -148,22 +147,21 @@ class OpenAiApi:
 async def _chunks(
     completion: Completion, event: Event, events: AsyncGenerator[Event, None]
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events from the first token on; closes `events`."""
-    async with aclosing(events):
-        try:
-            yield sse(completion.first())
-            while isinstance(event, TokenBatch):
-                chunk = completion.take(event)
-                if event.text or event.logprobs:
-                    yield sse(chunk)
-                event = await anext(events)
-            finish = _finish(event)
-            yield sse(completion.last(finish))
-            if completion.wants_usage:
-                yield sse(completion.usage(finish))
-            yield sse("[DONE]")
-        except PdserveError as error:
-            yield sse(error_body(error))
+    """Server-sent events from the first token on."""
+    try:
+        yield sse(completion.first())
+        while isinstance(event, TokenBatch):
+            chunk = completion.take(event)
+            if event.text or event.logprobs:
+                yield sse(chunk)
+            event = await anext(events)
+        finish = _finish(event)
+        yield sse(completion.last(finish))
+        if completion.wants_usage:
+            yield sse(completion.usage(finish))
+        yield sse("[DONE]")
+    except PdserveError as error:
+        yield sse(error_body(error))
 
 
 def _finish(event: Event) -> Finish:
@@ -173,14 +171,17 @@ def _finish(event: Event) -> Finish:
 
 
 class EventStreamResponse(Response):
-    """Server-sent events. Ends its generator whatever happens: done, client gone, or client stuck."""
+    """Server-sent events. Ends `events` whatever happens: done, client gone, or client stuck."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], stall_s: float) -> None:
+    def __init__(
+        self, chunks: AsyncGenerator[bytes, None], events: AsyncGenerator[Event, None], stall_s: float
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
+        self._events = events
         self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,7 +190,9 @@ class EventStreamResponse(Response):
         except Cancelled as error:
             log.info("stream ended early: %s", error)
         finally:
+            # Both: closing chunks that nobody has begun to read would not reach the events.
             await self._chunks.aclose()
+            await self._events.aclose()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

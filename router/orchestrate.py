@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from cache_transfer.contract import HandoffIdentity, Ticket, check_compatible, check_identity, prompt_digest
-from pdserve.errors import DeadlineExceeded, Exhausted, Internal, PdserveError, Refused
+from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Refused
 from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.events import Accepted, Finish, TokenBatch
 from router.backlog import Backlog, Event
@@ -34,7 +34,7 @@ from router.placement import Demand, place, room
 from router.pool import Pool
 from router.prefixes import PrefixRecord, chain
 from router.record import Account
-from router.request import Request
+from router.request import Request, router_full
 from router.settings import RouterSettings
 from router.wire import WORKER_LOST, Admitted, DecodeCall, DecodeEvent, PrefillReport, lost, run_prefill, settled
 
@@ -71,26 +71,23 @@ class Orchestrator:
         Close the generator (`aclosing`) to cancel. Raises Exhausted at once when too many are active.
         """
         if self._active >= self._settings.max_active:
-            raise Exhausted(
-                f"{self._active} requests are in flight",
-                reason="ROUTER_FULL",
-                field="router.max_active",
-                remedy="send the request again later",
-                retry_after_ms=1000,
-            )
-        self._active += 1
-        self._idle.clear()
+            raise router_full(self._active)
         backlog = Backlog(self._settings.backlog_tokens)
         task = asyncio.create_task(self._run(request, backlog), name=request.id)
+        self._active += 1
+        self._idle.clear()
+        task.add_done_callback(self._ended)
         task.add_done_callback(backlog.ended)
         try:
             while (event := await backlog.get()) is not None:
                 yield event
         finally:
             await settled(task)
-            self._active -= 1
-            if not self._active:
-                self._idle.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._active -= 1
+        if not self._active:
+            self._idle.set()
 
     async def _run(self, request: Request, backlog: Backlog) -> None:
         """The deadline, and one log line whatever happens."""
@@ -166,8 +163,7 @@ class Orchestrator:
         job = self._pool.begin(pair.decode, 0, len(request.prompt_ids) + 1)
         try:
             async with DecodeCall(self._channels, pair.decode.address, left_s(request)) as call:
-                await call.open(request, pair.prefill.record.contract)
-                admitted = await self._admission(call, pair)
+                admitted = await self._admission(call, pair, request)
                 check_admitted(request, pair, admitted, self._settings.allow_lossy)
                 if not account.accepted:
                     account.accepted = True
@@ -177,12 +173,14 @@ class Orchestrator:
         finally:
             self._pool.end(job)
 
-    async def _admission(self, call: DecodeCall, pair: Pair) -> Admitted:
+    async def _admission(self, call: DecodeCall, pair: Pair, request: Request) -> Admitted:
+        limit_s = self._settings.admit_timeout_s
         try:
-            event = await asyncio.wait_for(call.next(), self._settings.admit_timeout_s)
+            async with asyncio.timeout(limit_s):  # connecting included
+                await call.open(request, pair.prefill.record.contract)
+                event = await call.next()
         except TimeoutError as error:
-            why = f"no answer within {self._settings.admit_timeout_s:g} s"
-            raise lost(pair.decode.address, why) from error
+            raise lost(pair.decode.address, f"no answer within {limit_s:g} s") from error
         if not isinstance(event, Admitted):
             raise unexpected(event, "before admitting the request")
         return event

@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pdserve.errors import Exhausted
 from pdserve.request import SamplingParams
 from pdserve.tokenizer import Tokenizer
+
+
+def router_full(count: int) -> Exhausted:
+    """More than `max_active` requests."""
+    return Exhausted(
+        f"{count} requests are in flight",
+        reason="ROUTER_FULL",
+        field="router.max_active",
+        remedy="send the request again later",
+        retry_after_ms=1000,
+    )
 
 
 @dataclass(frozen=True)

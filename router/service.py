@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import grpc
 
 from pdserve import __version__
-from pdserve.errors import Cancelled, InvalidRequest, PdserveError
+from pdserve.errors import Cancelled, InvalidRequest, PdserveError, Unavailable
 from pdserve.registry.records import DECODE, PREFILL
 from pdserve.registry.wire import status_to_proto
 from pdserve.rpc.convert import (
@@ -22,12 +23,13 @@ from pdserve.rpc.convert import (
 )
 from pdserve.rpc.events import Accepted, HandoffRecord, TokenBatch
 from pdserve.rpc.server import Server
-from pdserve.rpc.status import abort, difference_to_proto, to_detail
+from pdserve.rpc.status import difference_to_proto, to_detail
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 from router.backlog import Event
 from router.gate import Member
 from router.intake import Intake
 from router.orchestrate import Orchestrator
+from router.placement import widest
 from router.pool import Pool
 from router.request import Ask, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.settings import RouterSettings
@@ -51,14 +53,17 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         request = await self._intake.take(ask_from_proto(message, context.time_remaining()))
         streaming = False
         async with aclosing(self._orchestrator.generate(request)) as events:
-            try:
-                async for event in events:
-                    await self._write(context, event_to_proto(event))
-                    streaming = streaming or isinstance(event, TokenBatch)
-            except PdserveError as error:
-                if streaming:
-                    await self._write(context, gateway_pb2.GenerateEvent(error=to_detail(error)))
-                await abort(context, error)
+            while True:
+                try:
+                    event = await anext(events)
+                except StopAsyncIteration:
+                    return
+                except PdserveError as error:
+                    if streaming:
+                        await self._write(context, gateway_pb2.GenerateEvent(error=to_detail(error)))
+                    raise
+                await self._write(context, event_to_proto(event))
+                streaming = streaming or isinstance(event, TokenBatch)
 
     async def ListModels(
         self, message: gateway_pb2.ListModelsRequest, context: Context
@@ -84,21 +89,25 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
 
     async def _model_info(self, name: str, created: int) -> gateway_pb2.ModelInfo:
         members = [member for member in self._pool.members() if member.record.model == name]
-        contract = members[0].record.contract
-        has_tokenizer = bool(contract.tokenizer_digest)
-        has_template = False
-        if has_tokenizer:
-            tokenizer = await self._intake.tokenizer(members, contract.tokenizer_digest)
-            has_template = tokenizer is not None and tokenizer.has_chat_template
+        pairs = self._pool.verdict(name).pairs
+        contract = (pairs[0].prefill if pairs else members[0]).record.contract
         return gateway_pb2.ModelInfo(
             name=name,
-            context_limit=contract.context_limit,
+            context_limit=widest(pairs).total if pairs else contract.context_limit,
             vocab_size=contract.vocab_size,
             model_digest=contract.model_digest,
-            has_tokenizer=has_tokenizer,
-            has_chat_template=has_template,
+            has_tokenizer=bool(contract.tokenizer_digest),
+            has_chat_template=await self._has_template(members, contract.tokenizer_digest),
             created_s=created,
         )
+
+    async def _has_template(self, members: Sequence[Member], digest: bytes) -> bool:
+        """False too while no worker delivers the tokenizer: a list of models should not fail for that."""
+        try:
+            tokenizer = await self._intake.tokenizer(members, digest)
+        except Unavailable:
+            return False
+        return tokenizer is not None and tokenizer.has_chat_template
 
     async def _write(self, context: Context, event: gateway_pb2.GenerateEvent) -> None:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from pdserve import __version__
@@ -33,6 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(up)
@@ -53,20 +53,13 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 def main() -> None:
     """Runs a command. Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
     try:
-        code = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        code = 130
+        app()
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; that is not an error.
         sys.stderr.close()
-        code = 0
     except PdserveError as error:
         fail(error)
-        code = 2 if isinstance(error, ConfigError) else 1
-    sys.exit(code)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
 """Attention over a paged cache: the plain reference, and one fast path per shape of work.
 
     attend       the reference: every score in memory, softmax in fp32 (or float64)
-    prefill      many queries of one sequence: torch's fused kernel
-    decode       one query each of many sequences: grouped matrix products. On CPU these beat
-                 the fused kernel, which reads every key once per query head
+    prefill      many queries of one sequence, in blocks
+    decode       one query each of many sequences
+
+Both are grouped matrix products: the query heads that share a KV head are rows of one
+product. On CPU they take about half the time of torch's fused kernel, which reads every key
+once per query head.
 
 Query head h reads KV head h // (Hq / Hkv); each query sees the keys [first, end).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine.dtypes import wide
 from pdserve.errors import Internal
+
+QUERIES = 64  # rows of a query block
 
 
 def visible_keys(first: Tensor, end: Tensor, keys: int) -> Tensor:
@@ -51,22 +58,59 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, soft_
     return out.permute(2, 0, 1, 3).reshape(n, heads, d).to(q.dtype)
 
 
-def prefill(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, soft_cap: float) -> Tensor:
-    """As `attend`; visible None means causal from the first key (n == m)."""
-    if soft_cap:
-        if visible is None:
-            visible = torch.ones(q.shape[0], k.shape[1], dtype=torch.bool, device=q.device).tril()
-        return attend(q, k, v, visible, scale, soft_cap)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k[None],
-        v[None],
-        attn_mask=visible,
-        is_causal=visible is None,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[0],
-    )  # [1, Hq, n, d]
-    return out[0].transpose(0, 1)
+@dataclass(frozen=True)
+class QueryBlock:
+    """Query rows [first_row, end_row) read the keys [first_key, end_key).
+
+    Every row sees the keys before `bias_from`; `bias` [rows, end_key - bias_from] holds 0 or
+    -inf for the rest. Made once per step, used by every layer.
+    """
+
+    first_row: int
+    end_row: int
+    first_key: int
+    end_key: int
+    bias_from: int
+    bias: Tensor
+
+
+def query_blocks(first: Tensor, end: Tensor, dtype: torch.dtype) -> list[QueryBlock]:
+    """Blocks for rows of one sequence in ascending order: row i sees the keys [first[i], end[i])."""
+    check_visible(first, end)
+    blocks = []
+    lows, highs = first.tolist(), end.tolist()
+    for row in range(0, len(lows), QUERIES):
+        last = min(row + QUERIES, len(lows))
+        low, high = min(lows[row:last]), max(highs[row:last])
+        shared = min(highs[row:last]) if max(lows[row:last]) == low else low
+        keys = torch.arange(shared, high, device=first.device)
+        visible = (keys >= first[row:last, None]) & (keys < end[row:last, None])
+        bias = torch.zeros(visible.shape, dtype=dtype, device=first.device).masked_fill(~visible, -torch.inf)
+        blocks.append(QueryBlock(row, last, low, high, shared, bias))
+    return blocks
+
+
+def prefill(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[QueryBlock], scale: float, soft_cap: float) -> Tensor:
+    """Many queries of one sequence. q [n, Hq, d]; k, v [Hkv, m, d]. Returns [n, Hq, d].
+
+    Blocks of QUERIES rows keep the scores in the processor's cache and skip every key that
+    no row of the block may see.
+    """
+    n, heads, d = q.shape
+    kv_heads = k.shape[0]
+    grouped = q.view(n, kv_heads, -1, d).permute(1, 2, 0, 3) * scale  # [Hkv, group, n, d]
+    out = torch.empty_like(grouped)
+    for block in blocks:
+        rows, keys = slice(block.first_row, block.end_row), slice(block.first_key, block.end_key)
+        part = grouped[:, :, rows]
+        scores = torch.bmm(part.reshape(kv_heads, -1, d), k[:, keys].transpose(1, 2))
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        scores = scores.view(*part.shape[:3], -1)  # [Hkv, group, rows, keys]
+        scores[..., block.bias_from - block.first_key :].add_(block.bias)
+        weights = torch.softmax(scores, -1).view(kv_heads, -1, scores.shape[-1])
+        out[:, :, rows] = torch.bmm(weights, v[:, keys]).view_as(part)
+    return out.permute(2, 0, 1, 3).reshape(n, heads, d)
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, soft_cap: float) -> Tensor:

@@ -13,6 +13,9 @@ size or cache state. Two rules make that so:
   see multiplies its state by exactly one and adds exactly zero, so reading further blocks
   (because a neighbour in the tile needs them) changes nothing.
 
+The promise is for one device, one torch build and one thread count; on the builds tested
+another thread count gives the same bits too.
+
 `check_rows` proves the first rule for the installed torch, on the model's own functions,
 before an engine serves.
 """

@@ -162,7 +162,7 @@ class Engine:
                 )
             else:
                 k, v = k[:, 0, : group.keys].to(q.dtype), v[:, 0, : group.keys].to(q.dtype)
-                parts.append(attention.prefill(q[rows], k, v, read.visible(number, group), scale, soft_cap))
+                parts.append(attention.prefill(q[rows], k, v, read.blocks(number, group, q.dtype), scale, soft_cap))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attention_fixed(self, q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor) -> Tensor:
@@ -224,23 +224,22 @@ class Reads:
         attention.check_visible(self.first, self.end)
         self.pairs = int((self.end - self.first).sum())  # visible (query, key) pairs per query head
         self.window = window
-        self._made: dict[int, Tensor | None] = {}
+        self._blocks: dict[int, list[attention.QueryBlock]] = {}
+        self._biases: dict[int, Tensor] = {}
 
-    def visible(self, number: int, group: Group) -> Tensor | None:
-        """Bool [n, keys] of a prefill group; None if that is plainly causal from key 0."""
-        if number not in self._made:
+    def blocks(self, number: int, group: Group, dtype: torch.dtype) -> list[attention.QueryBlock]:
+        """The query blocks of a prefill group."""
+        if number not in self._blocks:
             rows = slice(group.first_row, group.end_row)
-            whole = int(self.first[rows].max()) == 0 and group.keys == group.end_row - group.first_row
-            mask = None if whole else attention.visible_keys(self.first[rows], self.end[rows], group.keys)
-            self._made[number] = mask
-        return self._made[number]
+            self._blocks[number] = attention.query_blocks(self.first[rows], self.end[rows], dtype)
+        return self._blocks[number]
 
     def bias(self, number: int, group: Group, dtype: torch.dtype, keys: int) -> Tensor:
         """[B, 1, keys] of a decode group: 0 where the sequence's one query sees the key, else -inf."""
-        made = self._made.get(number)
+        made = self._biases.get(number)
         if made is None:
             rows = slice(group.first_row, group.end_row)
             visible = attention.visible_keys(self.first[rows], self.end[rows], keys)
             made = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -torch.inf)
-            self._made[number] = made = made[:, None]
+            self._biases[number] = made = made[:, None]
         return made

@@ -124,7 +124,8 @@ async def push_bytes(pair: Pair, messages: Sequence[bytes]) -> None:
 
     def push() -> None:
         with sync_channel(pair.address) as link:
-            for _ in link.stream_stream(PUSH_METHOD)(iter(messages), timeout=WAIT_S):
+            send: grpc.StreamStreamMultiCallable[bytes, bytes] = link.stream_stream(PUSH_METHOD)
+            for _ in send(iter(messages), timeout=WAIT_S):
                 pass
 
     await _in_thread(push)

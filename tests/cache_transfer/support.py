@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -92,24 +93,33 @@ class Pages:
 
     def view(self, plane: str, layer: int, token: int) -> Array:
         """The slot of one token: [heads, bytes]."""
-        page = self._pages[plane, layer][self._table[token // self._size]]
+        page: Array = self._pages[plane, layer][self._table[token // self._size]]
         return page[token % self._size] if self._nhd else page[:, token % self._size]
 
 
 class NumpySource(Pages):
-    """A KVSource. Records what was read."""
+    """A KVSource: one piece per token."""
 
-    def fill(self, cache: dict[tuple[str, int], Array]) -> NumpySource:
+    def fill(self, cache: dict[tuple[str, int], Array]) -> Self:
         for (plane, layer), data in cache.items():
             for token in range(len(data)):
                 self.view(plane, layer, token)[:] = data[token]
         return self
 
     def read(self, plane: str, layer: int, heads: Range, tokens: Range) -> Sequence[memoryview]:
-        return [
-            memoryview(np.ascontiguousarray(self.view(plane, layer, t)[slice(*heads)])).cast("B")
-            for t in range(*tokens)
-        ]
+        return [np.ascontiguousarray(self.view(plane, layer, t)[slice(*heads)]).data.cast("B") for t in range(*tokens)]
+
+
+class DirectNumpySource(NumpySource):
+    """A DirectSource; `read` must not be used."""
+
+    def read_into(self, plane: str, layer: int, heads: Range, tokens: Range, out: memoryview) -> None:
+        rows = np.frombuffer(out, np.uint8).reshape(tokens[1] - tokens[0], heads[1] - heads[0], -1)
+        for row, token in zip(rows, range(*tokens), strict=True):
+            row[:] = self.view(plane, layer, token)[slice(*heads)]
+
+    def read(self, plane: str, layer: int, heads: Range, tokens: Range) -> Sequence[memoryview]:
+        raise AssertionError("read_into was there")
 
 
 class NumpySink(Pages):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import ctypes
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.codec import ITEM_BYTES
 from cache_transfer.messages import Grant
 from cache_transfer.tickets import make_opening
 from tests.cache_transfer.support import (
     WAIT_S,
+    DirectNumpySource,
     GatedSource,
     NumpySource,
     check_same,
@@ -80,9 +82,8 @@ async def test_layers_stream_before_and_after_the_grant(kind: str) -> None:
         sender = pair.sender(ticket, identity, pair.source(12))
         running = asyncio.create_task(sender.run())
         await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
-        engine = threading.Thread(target=lambda: [sender.computed(layer, (0, 5)) for layer in range(3)])
-        engine.start()
-        await asyncio.to_thread(engine.join)
+        for layer in range(3):
+            await asyncio.to_thread(sender.computed, layer, (0, 5))
         pair.host.may_grant.set()
         for layer in range(3):
             sender.computed(layer, (9, 12))  # out of order: waits for the gap to close
@@ -189,3 +190,20 @@ async def test_the_source_is_not_read_after_run_ended() -> None:
         assert source.busy == 0
         await asyncio.wait_for(pair.host.over.wait(), WAIT_S)
         await pair.check_next_handoff_works()
+
+
+@both_transports
+async def test_a_source_may_write_frames_in_place(kind: str) -> None:
+    async with make_pair(kind) as pair:
+        ticket, identity = pair.issue(10)
+        source = DirectNumpySource(pair.sends, 10).fill(random_cache(pair.sends, 10))
+        sender = pair.sender(ticket, identity, source, max_payload_bytes=100)
+        pair.announce_all(sender, 10)
+        await sender.run()
+        check_same(pair.host.sinks[ticket.handoff_id, 1].content(10), random_cache(pair.sends, 10))
+
+
+def test_freed_frames_are_kept() -> None:
+    """Once for the process; a second call changes nothing. False only where there is no mallopt."""
+    assert keep_freed_frames() is hasattr(ctypes.CDLL(None), "mallopt")
+    assert keep_freed_frames() is keep_freed_frames()

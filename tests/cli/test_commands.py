@@ -63,7 +63,7 @@ def test_each_command_explains_itself(environment: dict[str, str], command: str)
         (("generate", "--token-ids", "1,b"), 1, "--token-ids"),
         (("generate", "x", "--logit-bias", "1:2"), 1, "--logit-bias"),
         (("generate", "--messages", "/nonexistent.json"), 1, "cannot read"),
-        (("generate", "--local", "--model", "/nonexistent", "x"), 1, "does not exist"),
+        (("generate", "--local", "--model", "/nonexistent", "x"), 1, "/nonexistent cannot be read"),
         (("generate", "--local", "--record", "x"), 1, "leave out --local"),
         (("up", "--config", "/nonexistent.toml"), 2, "cannot read"),
         (("up", "--prefill", "0"), 2, "pools.prefill"),

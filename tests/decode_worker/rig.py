@@ -24,7 +24,7 @@ from decode_worker.worker import DecodeWorker
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.cache import SequenceSource
 from pdserve.engine.engine import Engine
-from pdserve.engine.plan import Chunk, StepPlan
+from pdserve.engine.plan import Chunk, StepCounters, StepPlan
 from pdserve.local import LocalOutput, LocalRunner
 from pdserve.registry.records import Registry
 from pdserve.request import SamplingParams
@@ -47,6 +47,7 @@ class Computed:
     source: SequenceSource
     dtype: str
     logits: bytes
+    counters: StepCounters
 
 
 class Prefill:
@@ -62,7 +63,8 @@ class Prefill:
         out = self.engine.step(StepPlan((Chunk("p", tuple(ids), 0, pages),)))
         row = out.logits["p"][-1]
         dtype = "float64" if row.dtype == torch.float64 else "fp32"
-        return Computed(tuple(ids), SequenceSource(self.engine.cache, pages, 0, len(ids)), dtype, row.numpy().tobytes())
+        source = SequenceSource(self.engine.cache, pages, 0, len(ids))
+        return Computed(tuple(ids), source, dtype, row.numpy().tobytes(), out.counters)
 
 
 @dataclass

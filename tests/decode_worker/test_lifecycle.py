@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from pdserve.engine.engine import Engine
+from pdserve.engine.plan import EngineConfig, StepCounters, StepOutput, StepPlan
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import LENGTH, STOP, Usage
 from tests.decode_worker.rig import local, rig
-from tests.engine.tiny import prompt, spec, tiny_engine
+from tests.engine.tiny import prompt, seven_model, spec, tiny_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, seed=0)
 SEEDED = SamplingParams(
@@ -125,3 +127,34 @@ async def test_an_output_that_had_ended_needs_no_cache() -> None:
         answer = await call.answer()
         assert answer.ids == whole[8:]
         assert answer.finish is not None and answer.finish.reason == LENGTH
+
+
+async def test_the_seven_decoder_through_a_real_handoff() -> None:
+    """Spec B3 and B4: ids, cache lengths after each step, and the work of both sides together."""
+    config = EngineConfig(dtype="float64", pages=8, page_size=4)
+    decode, prefill = Engine(seven_model(), config), Engine(seven_model(), config)
+    lengths: list[int] = []
+    step = decode.step
+
+    def watched(plan: StepPlan) -> StepOutput:
+        lengths.extend(chunk.start + len(chunk.ids) for chunk in plan.chunks)
+        return step(plan)
+
+    decode.step = watched  # type: ignore[method-assign, assignment]
+    async with rig(decode=decode, prefill=prefill) as r:
+        for tokens, ids, cached, work in (
+            (4, (3, 2, 0, 4), [5, 6, 7], StepCounters(14, 112)),
+            (5, (3, 2, 0, 4, 2), [5, 6, 7, 8], StepCounters(16, 144)),
+        ):
+            r.worker.pipeline.counters = StepCounters()
+            async with r.call((0, 1, 2, 3), replace(GREEDY, max_tokens=tokens)) as call:
+                admitted = await call.admitted()
+                assert [e.address for e in admitted.ticket.endpoints] == [r.worker.transfer_address]
+                computed = r.prefill.compute(call.ids)
+                report = await r.push(admitted, computed)
+                answer = await call.answer()
+            assert answer.ids == ids
+            assert report.payload_bytes == 4 * 2 * 2 * 4 * 8  # tokens, K and V, layers, head dim, float64
+            assert lengths == cached
+            assert computed.counters + r.worker.pipeline.counters == work
+            lengths.clear()

@@ -78,7 +78,10 @@ class WatchedEngine(Engine):
         try:
             yield
         finally:
-            self._open.set()
+            self.let_go()
+
+    def let_go(self) -> None:
+        self._open.set()
 
     @property
     def counters(self) -> StepCounters:
@@ -170,12 +173,19 @@ class Stack:
         model: Engine | None = None,
         *,
         bundle: Bundle | None = None,
-        registry: Registry | None = None,
+        through: Registry | None = None,
+        announced: bool = True,
         **settings: Any,
     ) -> PrefillWorker:
-        """Adds p0, p1, ...; `registry` takes the place of the router's own."""
+        """Adds p0, p1, ...
+
+        Args:
+            through: its way to the registry; takes the place of the router's own.
+            announced: whether it registers itself anywhere.
+        """
         given = {"chunk_tokens": 16, "max_running": 4, **self._common("p", len(self.prefills)), **settings}
-        worker = PrefillWorker(model or engine(), bundle, PrefillSettings(**given), registry or self.router.registry)
+        told = (through or self.router.registry) if announced else None
+        worker = PrefillWorker(model or engine(), bundle, PrefillSettings(**given), told)
         self.prefills.append(worker)
         await worker.start()
         await self.router.pool.refresh()
@@ -186,12 +196,14 @@ class Stack:
         model: Engine | None = None,
         *,
         bundle: Bundle | None = None,
-        registry: Registry | None = None,
+        through: Registry | None = None,
+        announced: bool = True,
         **settings: Any,
     ) -> DecodeWorker:
-        """Adds d0, d1, ...; `registry` takes the place of the router's own."""
+        """Adds d0, d1, ...; see `add_prefill`."""
         given = {**self._common("d", len(self.decodes)), **settings}
-        worker = DecodeWorker(model or engine(), bundle, DecodeSettings(**given), registry or self.router.registry)
+        told = (through or self.router.registry) if announced else None
+        worker = DecodeWorker(model or engine(), bundle, DecodeSettings(**given), told)
         receiver = worker.pipeline.handoffs.receiver
         host = WatchedHost(receiver._host)
         receiver._host = host
@@ -213,11 +225,10 @@ class Stack:
         return found.data
 
     async def until(self, holds: Callable[[], bool], within_s: float = WAIT_S) -> None:
-        """Looks again after every round trip to some worker until something holds."""
+        """Looks again after every round trip to the router until something holds."""
         async with asyncio.timeout(within_s):
             while not holds():
-                for worker in self.workers[:1]:
-                    await self._stub(worker).Describe(worker_pb2.DescribeRequest(), timeout=WAIT_S)
+                await self.client.status()
 
     async def check_free(self, within_s: float = WAIT_S) -> None:
         """Soon nothing is held anywhere; then every account is right."""

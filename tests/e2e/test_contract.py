@@ -20,14 +20,13 @@ from cache_transfer.contract import WorkerContract
 from cache_transfer.tickets import make_opening
 from cache_transfer.transport import GrpcTransport
 from cache_transfer.wire import contract_to_proto, identity_from_proto, ticket_from_proto
-from pdserve.errors import Incompatible
-from pdserve.registry.records import WorkerRecord
+from pdserve.errors import Incompatible, PdserveError, Unavailable
 from pdserve.request import SamplingParams
 from pdserve.rpc.channel import channel
 from pdserve.rpc.convert import sampling_to_proto
-from pdserve.rpc.status import from_rpc_error
+from pdserve.rpc.status import from_rpc_error, grpc_code
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from tests.e2e.contracts import CHANGES, CONVERTIBLE, INFORMATIONAL, LOSSY, codes
+from tests.e2e.contracts import CHANGES, CONVERTIBLE, INFORMATIONAL, LOSSY, Change, codes
 from tests.e2e.stack import MODEL, WAIT_S, Stack, alone, engine, pair, stack
 from tests.engine.tiny import prompt
 
@@ -39,9 +38,18 @@ EVERY = pytest.mark.parametrize("code", list(CHANGES))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def made() -> AsyncIterator[Stack]:
-    async with pair() as it:
+async def shared() -> AsyncIterator[Stack]:
+    """Workers that do not announce themselves: what the router hears of them, a test writes into the registry."""
+    async with stack() as it:
+        await it.add_prefill(announced=False)
+        await it.add_decode(announced=False)
         yield it
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def made(shared: Stack) -> AsyncIterator[Stack]:
+    yield shared
+    await shared.check_free()
 
 
 class DecodeCall:
@@ -110,7 +118,7 @@ def check_named(error: BaseException, code: str) -> None:
     assert all(d.kind == "must_equal" and d.left != d.right for d in error.differences)
 
 
-def test_the_changes_cover_every_field() -> None:
+async def test_the_changes_cover_every_field() -> None:
     """A field that is added to the contract must be added here, or be of another class."""
     covered = {"version": "CONTRACT_VERSION", "planes": "LAYERS"}
     groups = {"positions": "POSITION_SCHEME.", "attention": "ATTENTION."}
@@ -174,8 +182,10 @@ async def test_prefill_refuses_another_decode_contract(made: Stack, code: str) -
 
 
 @asynccontextmanager
-async def registered(made: Stack, *records: WorkerRecord) -> AsyncIterator[None]:
-    """More records in the registry, of workers that are known there under other names too."""
+async def registered(made: Stack, **changes: Change) -> AsyncIterator[None]:
+    """Both workers in the registry, with `prefill` or `decode` contracts changed."""
+    records = [worker.record() for worker in made.workers]
+    records = [replace(r, contract=changes[r.role](r.contract)) if r.role in changes else r for r in records]
     for record in records:
         await made.router.registry.register(record)
     await made.router.pool.refresh()
@@ -187,32 +197,27 @@ async def registered(made: Stack, *records: WorkerRecord) -> AsyncIterator[None]
         await made.router.pool.refresh()
 
 
-def alias(record: WorkerRecord, change: Any = None) -> WorkerRecord:
-    """A real worker's record under another served name, with its contract changed."""
-    contract = change(record.contract) if change else record.contract
-    return replace(
-        record, worker_id=f"{record.worker_id}-alias", incarnation=b"alias-" + record.incarnation[6:],
-        model="alias", contract=contract,
-    )  # fmt: skip
+async def refused(made: Stack) -> PdserveError:
+    """How a request fails, of which nothing may come before its error."""
+    events = []
+    with pytest.raises(PdserveError) as caught:
+        async for event in made.client.generate(token_ids=IDS, sampling=GREEDY):
+            events.append(event)
+    assert events == []
+    return caught.value
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @EVERY
 async def test_the_router_pairs_no_such_workers(made: Stack, code: str, side: str) -> None:
     before = untouched(made)
-    change = CHANGES[code]
-    prefill = alias(made.prefills[0].record(), change if side == "prefill" else None)
-    decode = alias(made.decodes[0].record(), change if side == "decode" else None)
-    events = []
-    async with registered(made, prefill, decode):
-        with pytest.raises(Incompatible) as caught:
-            async for event in made.client.generate(token_ids=IDS, model="alias", sampling=GREEDY):
-                events.append(event)
-        status = await made.client.status()
-    check_named(caught.value, code)
-    assert events == [] and untouched(made) == before
-    (pair_of,) = [p for p in status.pairs if (p.prefill_worker, p.decode_worker) == ("p0-alias", "d0-alias")]
-    assert not pair_of.fits and tuple(d.code for d in pair_of.differences) == codes(code)
+    async with registered(made, **{side: CHANGES[code]}):
+        error = await refused(made)
+        (matrix,) = (await made.client.status()).pairs
+    check_named(error, code)
+    assert grpc_code(error) is grpc.StatusCode.FAILED_PRECONDITION
+    assert not matrix.fits and tuple(d.code for d in matrix.differences) == codes(code)
+    assert untouched(made) == before
 
 
 @pytest.mark.parametrize("code", [code for code in CHANGES if code != "TOKENIZER_DIGEST"])
@@ -222,26 +227,26 @@ async def test_workers_whose_records_lie_alike_still_refuse(made: Stack, code: s
     Another tokenizer does not come this far: the router cannot fetch it, see below.
     """
     before = untouched(made)
-    change = CHANGES[code]
-    events = []
-    async with registered(made, alias(made.prefills[0].record(), change), alias(made.decodes[0].record(), change)):
-        with pytest.raises(Incompatible) as caught:
-            async for event in made.client.generate(token_ids=IDS, model="alias", sampling=GREEDY):
-                events.append(event)
-    check_named(caught.value, code)
-    assert events == [] and untouched(made) == before
+    async with registered(made, prefill=CHANGES[code], decode=CHANGES[code]):
+        error = await refused(made)
+    check_named(error, code)
+    assert untouched(made) == before
 
 
 async def test_a_tokenizer_that_no_worker_has_is_an_error_before_any_work(made: Stack) -> None:
-    from pdserve.errors import Unavailable
-
     before = untouched(made)
     change = CHANGES["TOKENIZER_DIGEST"]
-    async with registered(made, alias(made.prefills[0].record(), change), alias(made.decodes[0].record(), change)):
-        with pytest.raises(Unavailable) as caught:
-            await made.ask(IDS, GREEDY, model="alias")
-    assert (caught.value.reason, caught.value.field) == ("NO_TOKENIZER_BUNDLE", "tokenizer")
+    async with registered(made, prefill=change, decode=change):
+        error = await refused(made)
+    assert isinstance(error, Unavailable)
+    assert (error.reason, error.field) == ("NO_TOKENIZER_BUNDLE", "tokenizer")
     assert untouched(made) == before
+
+
+async def test_records_that_tell_the_truth_are_served(made: Stack) -> None:
+    async with registered(made):
+        got = await made.ask(IDS, GREEDY)
+    assert got.ids == alone(IDS, GREEDY).ids
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.load import load_model, save_spec_checkpoint
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import Chunk, EngineConfig, StepCounters, StepPlan
+from pdserve.errors import InvalidRequest
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import LENGTH, Usage
 from tests.e2e.stack import WatchedEngine, pair
@@ -70,7 +72,7 @@ async def test_answers_logits_cache_and_work_are_those_of_the_specification(
     full = recompute(model, tokens)
     assert full.ids == ANSWER[:tokens] and full.counters == full_work
 
-    options = {"dtype": "float64", "pages": 16, "deterministic": deterministic}
+    options: dict[str, Any] = {"dtype": "float64", "pages": 16, "deterministic": deterministic}
     prefill = WatchedEngine(model, EngineConfig(page_size=4, axis_order="hnd", **options))
     decode = WatchedEngine(load_model(checkpoint, "float64"), EngineConfig(page_size=3, axis_order="nhd", **options))
     async with pair(prefill, decode) as made:
@@ -102,8 +104,6 @@ async def test_answers_logits_cache_and_work_are_those_of_the_specification(
 
 
 async def test_an_empty_input_and_a_context_past_its_positions_are_errors(checkpoint: Path) -> None:
-    from pdserve.errors import InvalidRequest
-
     model = load_model(checkpoint, "float64")
     config = EngineConfig(dtype="float64", pages=32, page_size=4)
     params = SamplingParams(temperature=0, max_tokens=1)

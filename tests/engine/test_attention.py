@@ -29,8 +29,7 @@ def test_hand_case_on_every_path() -> None:
     both = (k[:, None].expand(1, 2, 2, 2), v[:, None].expand(1, 2, 2, 2))  # one query of each of two sequences
     results = {
         "reference": attention.attend(q, k, v, visible, scale),
-        "prefill": attention.prefill(q, k, v, None, scale, 0.0),
-        "prefill with a mask": attention.prefill(q, k, v, visible, scale, 0.0),
+        "prefill": attention.prefill(q, k, v, attention.query_blocks(first, end, q.dtype), scale, 0.0),
         "decode": attention.decode(q, *both, bias, scale, 0.0),
         "deterministic": deterministic.attend(q, k, v, first, end, scale, 0.0),
     }
@@ -42,7 +41,7 @@ def test_hand_case_on_every_path() -> None:
 @pytest.mark.parametrize("keys", [1, 63, 64, 65, 130])
 def test_paths_equal_the_reference(keys: int, soft_cap: float) -> None:
     torch.manual_seed(keys)
-    n = min(keys, 21)
+    n = min(keys, 70)
     q = torch.randn(n, 6, 8, dtype=torch.float64)
     k, v = torch.randn(2, keys, 8, dtype=torch.float64), torch.randn(2, keys, 8, dtype=torch.float64)
     end = torch.arange(keys - n, keys) + 1
@@ -51,7 +50,8 @@ def test_paths_equal_the_reference(keys: int, soft_cap: float) -> None:
     expected = attention.attend(q, k, v, visible, 0.3, soft_cap)
     bias = torch.zeros(n, 1, keys, dtype=torch.float64).masked_fill(~visible[:, None], -torch.inf)
     ks, vs = k[:, None].expand(2, n, keys, 8), v[:, None].expand(2, n, keys, 8)
-    torch.testing.assert_close(attention.prefill(q, k, v, visible, 0.3, soft_cap), expected)
+    blocks = attention.query_blocks(first, end, q.dtype)
+    torch.testing.assert_close(attention.prefill(q, k, v, blocks, 0.3, soft_cap), expected)
     torch.testing.assert_close(attention.decode(q, ks, vs, bias, 0.3, soft_cap), expected)
     torch.testing.assert_close(deterministic.attend(q, k, v, first, end, 0.3, soft_cap), expected)
 

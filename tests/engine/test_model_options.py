@@ -63,7 +63,7 @@ def test_option(name: str, deterministic: bool) -> None:
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("fp32", 1e-4), ("bf16", 0.5)])
+@pytest.mark.parametrize("dtype, tolerance", [("fp32", 1e-4), ("bf16", 0.06)])
 def test_other_dtypes_stay_near_the_oracle(dtype: str, tolerance: float) -> None:
     model = tiny_model(spec(), dtype, seed=3)
     ids = prompt(23, seed=1)
@@ -71,7 +71,9 @@ def test_other_dtypes_stay_near_the_oracle(dtype: str, tolerance: float) -> None
         Engine(model, EngineConfig(dtype=dtype, pages=12, page_size=4)), Chunk("a", ids, 0, tuple(range(6)), "all")
     )
     assert out.logits["a"].dtype == torch.float32
-    torch.testing.assert_close(out.logits["a"].double(), oracle.logits(model, ids), rtol=0, atol=tolerance)
+    want = oracle.logits(model, ids)
+    error = out.logits["a"].double() - want
+    assert float(error.pow(2).mean().sqrt() / want.pow(2).mean().sqrt()) < tolerance
 
 
 @pytest.mark.parametrize(

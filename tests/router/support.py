@@ -30,6 +30,7 @@ from prefill_worker.worker import PrefillWorker
 from router.app import Router
 from router.backlog import Event
 from router.gate import Member, group_key
+from router.pool import Job
 from router.request import Ask, TokenPrompt
 from router.settings import RouterSettings
 from tests.engine.tiny import spec, tiny_model
@@ -153,9 +154,11 @@ class House:
     def member(self, worker_id: str) -> Member:
         return next(m for m in self.router.pool.members() if m.id == worker_id)
 
-    def make_look_busy(self, worker_id: str) -> None:
-        """Placement prefers any other worker, until `House` ends."""
-        self.router.pool.begin(self.member(worker_id), 100_000, 100_000)
+    def make_look_busy(self, worker_id: str) -> Job:
+        """Placement prefers any other worker, until the job is given to `pool.end`."""
+        job = self.router.pool.begin(self.member(worker_id), 100_000, 100_000)
+        job.started = float("inf")  # no report of the worker will ever contain it
+        return job
 
     async def add_ghost(self, worker_id: str, role: str, address: str = "", **changes: Any) -> None:
         """Registers a worker as compatible as the real ones; nobody listens, unless `address` says who."""

@@ -149,7 +149,7 @@ async def test_a_failure_after_the_first_token_is_an_event_and_the_same_status(m
     stub: Any = gateway_pb2_grpc.GatewayStub(made.router.channels.get(made.router.address))
     async with serving(BadDecode(made.decodes[0].contract, tokens=2, end=Internal("it broke"))) as address:
         await made.add_ghost("bad", DECODE, address)
-        busy = made.router.pool.begin(made.member("d0"), 100_000, 100_000)
+        busy = made.make_look_busy("d0")
         kinds = []
         with pytest.raises(grpc.RpcError) as caught:
             async for event in stub.Generate(message_of({"token_ids": IDS}), timeout=10):

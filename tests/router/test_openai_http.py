@@ -232,7 +232,7 @@ async def test_a_failure_in_the_middle_is_an_error_event_and_no_done(made: House
     bad = BadDecode(made.decodes[0].contract, tokens=3, end=Internal("it broke"))
     async with serving(bad) as address:
         await made.add_ghost("bad", DECODE, address)
-        busy = made.router.pool.begin(made.member("d0"), 100_000, 100_000)
+        busy = made.make_look_busy("d0")
         async with http.stream("POST", "/v1/chat/completions", json={**GREEDY, "stream": True}) as answer:
             events = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
         made.router.pool.end(busy)
@@ -247,7 +247,7 @@ async def test_a_failure_before_the_first_token_has_its_own_status(made: House, 
     peer = BadPrefill(Internal("it broke"))
     async with serving(peer) as address:
         await made.add_ghost("bad", PREFILL, address)
-        busy = made.router.pool.begin(made.member("p0"), 100_000, 100_000)
+        busy = made.make_look_busy("p0")
         answer = await http.post("/v1/chat/completions", json={**GREEDY, "stream": True})
         made.router.pool.end(busy)
         await made.remove_ghost("bad")
@@ -259,7 +259,7 @@ async def test_a_client_that_goes_away_stops_the_work(made: House, http: httpx.A
     peer = BadPrefill()
     async with serving(peer) as address:
         await made.add_ghost("hangs", PREFILL, address)
-        busy = made.router.pool.begin(made.member("p0"), 100_000, 100_000)
+        busy = made.make_look_busy("p0")
         post = asyncio.create_task(http.post("/v1/chat/completions", json={**GREEDY, "stream": stream}))
         await asyncio.wait_for(peer.called.wait(), 5)
         post.cancel()

@@ -120,6 +120,23 @@ async def test_a_dead_decode_worker_is_replaced_by_another_pair() -> None:
         assert "ghost" not in [m.id for m in made.router.pool.ready("tiny")]
 
 
+async def test_a_pair_that_failed_leaves_the_prefill_workers_other_pairs_to_try() -> None:
+    peer = BadPrefill(Exhausted("full"))
+    async with house(prefills=0, decodes=2) as made, serving(peer) as address:
+        await made.add_ghost("full", PREFILL, address)
+        _, error = await failure_of(made)
+        assert isinstance(error, Exhausted)
+        assert peer.calls == 2  # once for each decode worker, and no pair twice
+
+
+async def test_attempts_are_bounded() -> None:
+    peer = BadPrefill(Exhausted("full"))
+    async with house(prefills=0, decodes=3, max_attempts=2) as made, serving(peer) as address:
+        await made.add_ghost("full", PREFILL, address)
+        await failure_of(made)
+        assert peer.calls == 2
+
+
 async def test_attempts_end_with_the_untried_pairs() -> None:
     async with house(prefills=0) as made:
         for number in range(3):

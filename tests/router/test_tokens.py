@@ -1,0 +1,123 @@
+"""Tokenizer bundles: fetched from workers, verified, shared and bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from cache_transfer.contract import Endpoint
+from pdserve.errors import InvalidRequest, NotFound, Unavailable
+from pdserve.registry.records import PREFILL
+from pdserve.rpc.channel import ChannelPool
+from pdserve.rpc.server import Server
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from router.gate import Member
+from router.request import ChatPrompt, TextPrompt, TokenPrompt
+from router.tokens import BundleCache, encode
+from tests.router.support import bundle, member
+
+GOOD = bundle().to_bytes()
+DIGEST = bundle().digest()
+
+
+@dataclass
+class Holder(worker_pb2_grpc.WorkerServicer):
+    """Delivers `pieces`, whatever was asked for."""
+
+    pieces: tuple[bytes, ...]
+    total: int = 0
+    calls: int = 0
+
+    async def GetTokenizer(
+        self, request: worker_pb2.GetTokenizerRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.BundlePiece]:
+        self.calls += 1
+        if not self.pieces:
+            raise NotFound("not here")
+        for piece in self.pieces:
+            yield worker_pb2.BundlePiece(data=piece, total_bytes=self.total or sum(map(len, self.pieces)))
+
+
+@asynccontextmanager
+async def holding(*workers: Holder, limit: int = 8) -> AsyncIterator[tuple[BundleCache, list[Member]]]:
+    servers = [Server() for _ in workers]
+    channels = ChannelPool()
+    cache = BundleCache(channels, limit, timeout_s=5.0)
+    try:
+        members = []
+        for number, (server, worker) in enumerate(zip(servers, workers, strict=True)):
+            server.add(worker_pb2_grpc.add_WorkerServicer_to_server, worker)
+            endpoint = Endpoint(await server.start())
+            members.append(member(f"w{number}", PREFILL, endpoints=(endpoint,)))
+        yield cache, members
+    finally:
+        await cache.close()
+        await channels.close()
+        for server in servers:
+            await server.stop()
+
+
+async def test_a_bundle_in_pieces_is_fetched_once_for_all_who_wait() -> None:
+    holder = Holder((GOOD[:1000], GOOD[1000:]))
+    async with holding(holder) as (cache, members):
+        first, *others = await asyncio.gather(*(cache.get(DIGEST, members) for _ in range(5)))
+        assert all(other is first for other in others)
+        assert await cache.get(DIGEST, members) is first
+        assert holder.calls == 1
+        assert first.bundle == bundle()
+
+
+async def test_a_caller_that_goes_away_does_not_take_the_fetch_with_it() -> None:
+    async with holding(Holder((GOOD,))) as (cache, members):
+        impatient = asyncio.create_task(cache.get(DIGEST, members))
+        patient = asyncio.create_task(cache.get(DIGEST, members))
+        await asyncio.wait({impatient}, timeout=0)
+        impatient.cancel()
+        assert (await patient).bundle == bundle()
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (Holder((b"not a bundle",)), "msgpack"),
+        (Holder((GOOD[:-1],)), "bundle"),
+        (Holder((GOOD,), total=len(GOOD) + 1), "tokenizer bytes"),
+        (Holder((GOOD,), total=1 << 40), "tokenizer bytes"),
+        (Holder(()), "not here"),
+    ],
+)
+async def test_a_wrong_bundle_is_refused_and_the_next_worker_is_asked(bad: Holder, why: str) -> None:
+    async with holding(bad, Holder((GOOD,))) as (cache, members):
+        with pytest.raises(Unavailable, match=why) as caught:
+            await cache.get(DIGEST, members[:1])
+        assert caught.value.reason == "NO_TOKENIZER_BUNDLE"
+        assert (await cache.get(DIGEST, members)).bundle == bundle()
+
+
+async def test_a_sound_bundle_of_another_digest_is_refused() -> None:
+    async with holding(Holder((GOOD,))) as (cache, members):
+        with pytest.raises(Unavailable, match="not the one asked for"):
+            await cache.get(b"x" * 32, members)
+
+
+async def test_the_cache_is_bounded() -> None:
+    other = replace(bundle(), chat_template="{{ messages[0].content }}")
+    first, second = Holder((GOOD,)), Holder((other.to_bytes(),))
+    async with holding(first, second, limit=1) as (cache, members):
+        for _ in range(2):
+            await cache.get(DIGEST, members[:1])
+            await cache.get(other.digest(), members[1:])
+        assert (first.calls, second.calls) == (2, 2)
+
+
+async def test_text_needs_a_tokenizer_and_ids_do_not() -> None:
+    assert await encode(TokenPrompt((1, 2)), None) == (1, 2)
+    for prompt in (TextPrompt("hello"), ChatPrompt(({"role": "user", "content": "hello"},))):
+        with pytest.raises(InvalidRequest) as caught:
+            await encode(prompt, None)
+        assert caught.value.reason == "NO_TOKENIZER"
