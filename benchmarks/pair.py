@@ -102,26 +102,28 @@ class Pair:
             prefill_contract=self._contract,
         )
         call = self._decode.Generate(timeout=TIMEOUT_S)
-        await call.write(decode_pb2.DecodeRequest(open=opening))
-        admitted = (await call.read()).admitted
-        run = self._prefill.Run(
-            prefill_pb2.RunRequest(
-                request_id=request_id,
-                tenant="benchmark",
-                prompt_ids=ids,
-                ticket=admitted.ticket,
-                identity=admitted.identity,
-                decode_contract=admitted.contract,
-                logits_only=admitted.logits_only,
-            ),
-            timeout=TIMEOUT_S,
-        )
-        await run
-        while True:
-            event = await call.read()
-            yield event
-            if event.WhichOneof("event") != "tokens":
-                return
+        try:
+            await call.write(decode_pb2.DecodeRequest(open=opening))
+            admitted = (await call.read()).admitted
+            await self._prefill.Run(
+                prefill_pb2.RunRequest(
+                    request_id=request_id,
+                    tenant="benchmark",
+                    prompt_ids=ids,
+                    ticket=admitted.ticket,
+                    identity=admitted.identity,
+                    decode_contract=admitted.contract,
+                    logits_only=admitted.logits_only,
+                ),
+                timeout=TIMEOUT_S,
+            )
+            ended = False
+            while not ended:
+                event = await call.read()
+                ended = event.WhichOneof("event") != "tokens"
+                yield event
+        finally:
+            call.cancel()
 
     async def handoff(self, ids: Sequence[int]) -> None:
         """One whole prompt handed over; two tokens, so that its cache travels."""
@@ -160,7 +162,8 @@ async def _serve(path: Path, settings: PrefillSettings | DecodeSettings, pipe: C
                 case "held_pages":
                     pipe.send(worker.blocks.held_count)
                 case "reset_peak":
-                    pipe.send(_reset_peak())
+                    _reset_peak()
+                    pipe.send(None)
     except EOFError:
         await worker.stop()
 

@@ -89,7 +89,7 @@ class Decoder:
         check_spec(spec)
         self.spec = spec
         self.tiled = tiled
-        self._tensors = tensors
+        self._tensors: TensorMap = tensors
         self.trainable = any(tensor.requires_grad for tensor in tensors.values())
         width = spec.width
         self.embedding = self._tensor("embed")
@@ -102,6 +102,7 @@ class Decoder:
             self.embedding if spec.tied_head else self._tensor("head.weight"),
             self._tensor("head.bias") if spec.head_bias else None,
         )
+        self._tensors = {}  # keep no second reference to what was fused
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids, positions [T] -> x [T, width]."""

@@ -23,10 +23,10 @@ from tests.engine.tiny import spec, tiny_model
 from tests.redis_server import RedisServer, running_redis
 
 START_S = 120.0  # importing torch takes seconds, and more when the machine is busy
-WAIT_S = 60.0
+WAIT_S = 30.0
 LEASE_S = 3.0
 CONTEXT = 4096
-WORKERS = ("p0", "p1", "d0", "d1")
+WORKERS = ("d0", "d1", "p0", "p1")  # as a status lists them
 
 CONFIG = f"""
 [model]

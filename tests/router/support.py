@@ -43,7 +43,7 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
 )
 ENGINE = EngineConfig(dtype="fp32", pages=64, page_size=4)
-REGISTRY = RegistrySettings(lease_s=1.0, heartbeat_s=0.1, timeout_s=1.0)
+REGISTRY = RegistrySettings(lease_s=3.0, heartbeat_s=0.1, timeout_s=2.0)
 
 
 @functools.cache

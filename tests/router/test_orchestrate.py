@@ -187,7 +187,7 @@ async def test_a_decode_worker_that_fails_before_the_first_token_is_replaced(end
 
 async def test_a_decode_worker_that_is_silent_is_given_up() -> None:
     async with (
-        house(admit_timeout_s=0.2) as made,
+        house(admit_timeout_s=1.0) as made,
         serving(BadDecode(made.decodes[0].contract, mute=True)) as address,
     ):
         await made.add_ghost("mute", DECODE, address)
@@ -277,7 +277,7 @@ async def test_the_deadline_ends_a_request() -> None:
     peer = BadPrefill()
     async with house(prefills=0) as made, serving(peer) as address:
         await made.add_ghost("hangs", PREFILL, address)
-        _, error = await failure_of(made, timeout_s=0.3)
+        _, error = await failure_of(made, timeout_s=1.5)
         assert isinstance(error, DeadlineExceeded) and "before its first token" in error.message
         await asyncio.wait_for(peer.cancelled.wait(), 5)
 

@@ -25,7 +25,7 @@ from pdserve.rpc.settings import RpcSettings
 from router.app import Router
 from router.request import Ask, TokenPrompt
 from router.settings import RouterSettings
-from tests.router.support import REGISTRY, finish_of, house, router_settings
+from tests.router.support import MODEL, REGISTRY, finish_of, house, router_settings
 
 HEAVY = ("torch", "ray", "numpy", "transformers", "gguf", "pdserve.engine", "prefill_worker", "decode_worker")
 
@@ -129,6 +129,18 @@ async def test_draining_lets_a_running_answer_finish_and_takes_no_new_one() -> N
         async with AsyncClient(router.address) as client:
             with pytest.raises(Unavailable):
                 await client.status()
+
+
+async def test_a_drain_without_grace_ends_streams_and_their_work() -> None:
+    async with house() as made, httpx.AsyncClient(timeout=20) as http:
+        url = f"http://{made.router.http_address}/v1/chat/completions"
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True, "ignore_eos": True}
+        async with http.stream("POST", url, json=body) as answer:
+            await anext(answer.aiter_lines())
+            await asyncio.wait_for(made.router.drain(0.0), 10)
+            await asyncio.wait_for(made.router.orchestrator.idle(), 5)
+        with pytest.raises(httpx.ConnectError):
+            await http.get(url)
 
 
 async def test_serving_goes_on_while_the_registry_is_away() -> None:
