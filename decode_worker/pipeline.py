@@ -19,7 +19,6 @@ from collections.abc import Sequence as Series
 
 from cache_transfer.contract import Ticket, WorkerContract, check_compatible
 from decode_worker.admission import Admission, DecodeRequest, Limits, cache_identity, check_request
-from decode_worker.background import Background
 from decode_worker.generation import Generation
 from decode_worker.handoffs import Handoffs
 from decode_worker.scheduler import Scheduler
@@ -32,6 +31,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.plan import StepCounters
 from pdserve.engine.runner import EngineThread
 from pdserve.errors import DeadlineExceeded, Internal, PdserveError
+from pdserve.rpc.background import Background
 from pdserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from cache_transfer.service import TransferService
 from cache_transfer.service import register as register_transfer
 from decode_worker import service
 from decode_worker.admission import Admission, DecodeRequest, Limits
-from decode_worker.background import Background
 from decode_worker.pipeline import Pipeline
 from decode_worker.sequence import HANDOFF, Sequence, State
 from decode_worker.settings import DecodeSettings
@@ -31,6 +30,7 @@ from pdserve.errors import Internal, PdserveError, Unavailable
 from pdserve.registry.heartbeat import Heartbeat
 from pdserve.registry.records import DECODE, DRAINING, READY, STARTING, Load, Registry, WorkerRecord
 from pdserve.registry.worker_service import GRANT, PIN, REQUEST, Accounts, Holding
+from pdserve.rpc.background import Background
 from pdserve.rpc.server import Server
 from pdserve.tokenizer import Bundle, Tokenizer
 
@@ -64,7 +64,7 @@ class DecodeWorker:
         self.worker_id = settings.worker_id or f"decode-{secrets.token_hex(4)}"
         self.incarnation = secrets.token_bytes(16)
         self.model = settings.name or self.engine.name
-        self.contract = self.engine.contract(bundle.digest() if bundle else b"")
+        self.contract = self.engine.contract(bundle.digest() if bundle else b"", settings.context_limit)
         self.state = STARTING
         self.broken = asyncio.Event()
         """Set when a background task died of a fault of ours: the process should be replaced."""

@@ -8,7 +8,6 @@ none of our traffic, so its own drain returns at once and the real one is in `__
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Mapping
@@ -18,18 +17,16 @@ from typing import Any
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
+from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker
 from pdserve.config import Config, load_config
-from pdserve.engine.load import load_model, model_path
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.registry.open import open_registry
 from pdserve.registry.records import DECODE, PREFILL
-from pdserve.tokenizer import load_bundle
+from pdserve.worker_main import open_worker, open_worker_registry
+from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 
 log = logging.getLogger(__name__)
-
-Worker = PrefillWorker | DecodeWorker
 
 
 @dataclass(frozen=True)
@@ -86,18 +83,14 @@ class WorkerReplica:
     """One worker in a Ray actor, on the event loop that Serve runs it on."""
 
     async def __init__(self, role: str, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
-        settings = config.prefill if role == PREFILL else config.decode
-        self._registry = open_registry(settings.registry.url, settings.registry, settings.rpc)
-        path = model_path(settings.model)
-        # Loading takes seconds; Serve's own health calls must be answered meanwhile.
-        model = await asyncio.to_thread(load_model, path, settings.engine.dtype, settings.engine.device)
-        bundle = await asyncio.to_thread(load_bundle, path)
-        self._worker: Worker = (
-            PrefillWorker(model, bundle, config.prefill, self._registry)
-            if role == PREFILL
-            else DecodeWorker(model, bundle, config.decode, self._registry)
-        )
+        settings: PrefillSettings | DecodeSettings = config.prefill if role == PREFILL else config.decode
         self._grace_s = settings.grace_s
+        self._registry = open_worker_registry(settings)
+        self._worker: PrefillWorker | DecodeWorker = (
+            await open_worker(PrefillWorker, config.prefill, self._registry)
+            if role == PREFILL
+            else await open_worker(DecodeWorker, config.decode, self._registry)
+        )
         await self._worker.start()
 
     async def check_health(self) -> None:
@@ -115,4 +108,6 @@ class WorkerReplica:
         if worker is not None:
             await worker.drain(self._grace_s)
             await worker.stop()
-            await self._registry.close()
+        registry = getattr(self, "_registry", None)
+        if registry is not None:
+            await registry.close()

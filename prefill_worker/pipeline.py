@@ -30,8 +30,8 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.plan import StepOutput, StepPlan
 from pdserve.engine.runner import EngineThread
 from pdserve.errors import Internal, InvalidRequest, PdserveError
+from pdserve.rpc.background import Background
 from prefill_worker.admission import PrefillRequest, cache_identity, receiver_address
-from prefill_worker.background import Background
 from prefill_worker.handoff import Job, exit_state
 from prefill_worker.peers import Peers
 from prefill_worker.scheduler import Prompt, Scheduler, State

@@ -23,11 +23,11 @@ from pdserve.errors import Cancelled, DeadlineExceeded, Internal, PdserveError, 
 from pdserve.registry.heartbeat import Heartbeat
 from pdserve.registry.records import DRAINING, PREFILL, READY, STARTING, Load, Registry, WorkerRecord
 from pdserve.registry.worker_service import LEASE, Accounts, Holding
+from pdserve.rpc.background import Background
 from pdserve.rpc.server import Server
 from pdserve.tokenizer import Bundle
 from prefill_worker import service
 from prefill_worker.admission import Limits, PrefillRequest, check_request
-from prefill_worker.background import Background
 from prefill_worker.handoff import PrefillResult
 from prefill_worker.peers import Peers
 from prefill_worker.pipeline import Pipeline
@@ -62,7 +62,7 @@ class PrefillWorker:
         self.worker_id = settings.worker_id or f"prefill-{secrets.token_hex(4)}"
         self.incarnation = secrets.token_bytes(16)
         self.model = settings.name or self.engine.name
-        self.contract = self.engine.contract(bundle.digest() if bundle else b"")
+        self.contract = self.engine.contract(bundle.digest() if bundle else b"", settings.context_limit)
         self.state = STARTING
         self.broken = asyncio.Event()
         """Set when a background task died of a fault of ours: the process should be replaced."""

@@ -1,7 +1,1 @@
 """The door of the house: which workers fit, which to use, and one request from end to end."""
-
-import os
-
-# gRPC's core writes lines of its own to standard error, and reads this only when it is loaded.
-# What matters comes back as an error: a port in use is then one line, not two.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")

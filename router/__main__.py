@@ -4,47 +4,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.rpc.process import parser, run, serve
 from router.app import Router
 from router.settings import RouterSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the process's exit status: 0 after a drain, 2 for a configuration that cannot work, 1 otherwise."""
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        asyncio.run(serve(settings_of(options)))
-    except PdserveError as error:
-        sys.stderr.write(f"router: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    """Returns the exit status; see `pdserve.rpc.process.run`."""
+    parse = parser("router", "Gateway gRPC and OpenAI HTTP of pdserve.")
+    parse.add_argument("--host", help="interface to listen on (default: loopback)")
+    parse.add_argument("--port", type=int, help="port of the gRPC gateway; 0 takes any free one")
+    parse.add_argument("--http-port", type=int, help="port of the OpenAI HTTP API; 0 takes any free one")
+    options = parse.parse_args(arguments)
+
+    async def serve_router(stopping: asyncio.Event) -> None:
+        router = Router(_settings(options))
+        await serve(router, lambda: f"router ready: grpc {router.address} http http://{router.http_address}", stopping)
+
+    return run("router", options, serve_router)
 
 
-async def serve(settings: RouterSettings) -> None:
-    """Starts a router, says where it listens, and drains it on the first signal. Raises what start() raises."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    router = Router(settings)
-    await router.start()
-    sys.stdout.write(f"router ready: grpc {router.address} http http://{router.http_address}\n")
-    sys.stdout.flush()
-    try:
-        await stopping.wait()
-        await router.drain()
-    finally:
-        await router.stop()
-
-
-def settings_of(options: argparse.Namespace) -> RouterSettings:
+def _settings(options: argparse.Namespace) -> RouterSettings:
     """The configuration file's [router], with the flags on top."""
     settings = RouterSettings()
     if options.config:
@@ -57,17 +41,6 @@ def settings_of(options: argparse.Namespace) -> RouterSettings:
     if options.registry is not None:
         settings = replace(settings, registry=replace(settings.registry, url=options.registry))
     return settings
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m router", description="Gateway gRPC and OpenAI HTTP of pdserve.")
-    parser.add_argument("--config", metavar="FILE", help="TOML file; see its [router] section")
-    parser.add_argument("--host", help="interface to listen on (default: loopback)")
-    parser.add_argument("--port", type=int, help="port of the gRPC gateway; 0 takes any free one")
-    parser.add_argument("--http-port", type=int, help="port of the OpenAI HTTP API; 0 takes any free one")
-    parser.add_argument("--registry", metavar="URL", help="memory://, grpc://HOST:PORT or redis://HOST:PORT/DATABASE")
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
-    return parser
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ class Router:
     def __init__(self, settings: RouterSettings | None = None, registry: Registry | None = None) -> None:
         self.settings = settings = settings or RouterSettings()
         settings.check()
+        self.broken = asyncio.Event()  # stays unset: the pool's own task survives what it meets
         self._owns_registry = registry is None
         self.registry = registry or open_registry(settings.registry.url, settings.registry, settings.rpc)
         self.channels = ChannelPool(settings.rpc)

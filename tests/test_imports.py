@@ -13,6 +13,7 @@ PACKAGES = ("pdserve", "cache_transfer", "prefill_worker", "decode_worker", "rou
 ANYONE = ("pdserve", "pdserve.errors", "pdserve.request")
 EVERYTHING = PACKAGES
 WORKER = (
+    "pdserve.worker_main",
     "pdserve.engine",
     "pdserve.tokenizer",
     "pdserve.registry",
@@ -28,6 +29,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "pdserve.cli": EVERYTHING,
     "pdserve.ray_app": EVERYTHING,
     "pdserve.local": EVERYTHING,
+    "pdserve.worker_main": ("pdserve.engine", "pdserve.tokenizer", "pdserve.registry", "pdserve.rpc"),
     "router": (
         "cache_transfer.contract",
         "cache_transfer.wire",
@@ -68,9 +70,7 @@ PROTOBUF_ALLOWED = (
     "pdserve.cli",
     "cache_transfer.wire",
     "cache_transfer.transport",
-    "cache_transfer.codec",
-    "cache_transfer.sender",
-    "cache_transfer.receiver",
+    "cache_transfer.push",
     "router.wire",
 )
 

@@ -104,9 +104,11 @@ class Deployment:
         arguments = ["--port", str(settings.port), "--http-port", str(settings.http_port)]
         if self._config_path is not None:
             arguments += ["--config", str(self._config_path)]
-        # A group of its own: Ctrl-C reaches us alone, and we stop it after the pools.
+        # A group of its own: Ctrl-C reaches us alone, and we stop it after the pools. Its standard
+        # input is our end of a pipe: should we be killed, it ends too.
         self._router = subprocess.Popen(
-            [sys.executable, "-m", "router", *arguments],
+            [sys.executable, "-m", "router", "--stop-with-stdin", *arguments],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -58,9 +58,14 @@ class Engine:
         if config.deterministic:
             self._check_deterministic()
 
-    def contract(self, tokenizer_digest: bytes = b"") -> WorkerContract:
-        """What this engine promises about every cache it makes or takes."""
+    def contract(self, tokenizer_digest: bytes = b"", context_limit: int = 0) -> WorkerContract:
+        """What this engine promises about every cache it makes or takes.
+
+        Args:
+            context_limit: tokens per sequence that are served, if fewer than model and pool allow; 0: no fewer.
+        """
         spec, config = self.spec, self.config
+        limit = min(spec.context_limit, self.cache.capacity)
         return WorkerContract(
             model_digest=self.digest,
             positions=spec.positions,
@@ -74,7 +79,7 @@ class Engine:
             kv_dtype=self.cache.dtype_name,
             weight_dtype=config.dtype,
             activation_dtype=config.dtype,
-            context_limit=min(spec.context_limit, self.cache.capacity),
+            context_limit=min(context_limit or limit, limit),
             info={
                 "torch": str(torch.__version__),
                 "kernels": "plain" if config.deterministic else "fast",

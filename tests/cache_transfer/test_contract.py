@@ -162,7 +162,23 @@ def test_only_equal_values_share_an_encoding(a: object, b: object) -> None:
 
 
 def test_neighbours_never_meet() -> None:
-    close: list[object] = [None, b"", "", (), ("",), (b"",), 0, False, 0.0, -0.0, "0", {}, ("ab", "c"), ("a", "bc"), ("abc",)]
+    close: list[object] = [
+        None,
+        b"",
+        "",
+        (),
+        ("",),
+        (b"",),
+        0,
+        False,
+        0.0,
+        -0.0,
+        "0",
+        {},
+        ("ab", "c"),
+        ("a", "bc"),
+        ("abc",),
+    ]
     assert len({encode(value) for value in close}) == len(close)
     with pytest.raises(TypeError):
         encode({1, 2})

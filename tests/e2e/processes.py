@@ -19,6 +19,7 @@ from pdserve.engine.checkpoint import save_spec_checkpoint
 from pdserve.engine.loaded import LoadedModel
 from pdserve.rpc.channel import channel
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from tests.e2e.stack import pause
 from tests.engine.tiny import spec, tiny_model
 from tests.redis_server import RedisServer, running_redis
 
@@ -40,6 +41,7 @@ page_size = 4
 deterministic = true
 
 [decode.engine]
+pages = {6 * CONTEXT // 8}
 page_size = 8
 axis_order = "nhd"
 
@@ -175,7 +177,7 @@ async def until(client: AsyncClient, holds: Callable[[Status], bool], within_s: 
     """The first status, asked for again and again, of which something holds."""
     async with asyncio.timeout(within_s):
         while not holds(status := await client.status()):
-            pass
+            await pause(0.05)
         return status
 
 
@@ -190,6 +192,6 @@ async def check_free(client: AsyncClient, within_s: float = WAIT_S) -> None:
             async with channel(worker.addresses[0]) as link:
                 stub = worker_pb2_grpc.WorkerStub(link)
                 while (accounts := await stub.Accounts(worker_pb2.AccountsRequest(), timeout=WAIT_S)).holdings:
-                    pass
+                    await pause(0.05)
                 assert accounts.intact and not accounts.pages_held, accounts
                 assert accounts.pages_free + accounts.pages_cached == accounts.pages_total

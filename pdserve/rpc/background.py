@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 
 
 class Background:
-    """The tasks of one worker, on its event loop.
+    """The tasks of one service, on its event loop.
 
     Args:
         on_death: called with a task's name and error when it ended by one; tasks handle what they expect.
@@ -27,6 +27,10 @@ class Background:
         """Cancels every task and returns when all have ended."""
         for task in tuple(self._tasks):
             task.cancel()
+        await self.join()
+
+    async def join(self) -> None:
+        """Returns when every task has ended by itself."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
