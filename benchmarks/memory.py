@@ -5,7 +5,8 @@
     long prompt how far the resident peak rises during its handoff, over the bytes of its cache; a second
                 copy of the cache would add 1
 
-Pages are touched once before: memory of the pool that was never used would otherwise look like growth.
+The whole pool is touched before: pages that were never used would otherwise look like growth. The workers
+are warmed up with short prompts only, so that no memory freed by an earlier long one can hide a copy.
 """
 
 from __future__ import annotations
@@ -33,22 +34,24 @@ COPY_GOAL = 0.5  # chunks, frames in flight and socket buffers; never a whole ca
 @dataclass(frozen=True)
 class Plan:
     tokens: int  # of the long prompt
+    short: int  # tokens of the prompts before it
     pages: int
     vocab: int
 
 
-FULL = Plan(tokens=4000, pages=264, vocab=49152)
-QUICK = Plan(tokens=500, pages=40, vocab=512)
+FULL = Plan(tokens=4000, short=64, pages=264, vocab=49152)
+QUICK = Plan(tokens=500, short=32, pages=40, vocab=512)
 
 
 async def measure(plan: Plan, workers: dict[str, WorkerProcess]) -> list[Figure]:
     addresses = {role: worker.started() for role, worker in workers.items()}
     figures: list[Figure] = []
     async with drive(addresses["prefill"], addresses["decode"]) as pair:
-        # Longest possible prompts touch every page of both pools, and warm everything up.
         print("warming up", file=sys.stderr, flush=True)
-        for seed in range(2):
-            await pair.handoff(random_prompt(plan.tokens, seed, plan.vocab))
+        for seed in range(4):
+            await pair.handoff(random_prompt(plan.short, seed, plan.vocab))
+        for worker in workers.values():
+            worker.touch_cache()
         before = {role: worker.memory() for role, worker in workers.items()}
         for worker in workers.values():
             worker.reset_peak()

@@ -70,8 +70,9 @@ class WorkerProcess:
     def reset_peak(self) -> None:
         self._ask("reset_peak")
 
-    def held_pages(self) -> int:
-        return int(self._ask("held_pages"))
+    def touch_cache(self) -> None:
+        """Writes the whole page pool, so that all of it is resident. The worker must be idle."""
+        self._ask("touch_cache")
 
     def stop(self) -> None:
         self._pipe.close()
@@ -159,8 +160,9 @@ async def _serve(path: Path, settings: PrefillSettings | DecodeSettings, pipe: C
             match pipe.recv():
                 case "memory":
                     pipe.send(asdict(_measure(worker, weights)))
-                case "held_pages":
-                    pipe.send(worker.blocks.held_count)
+                case "touch_cache":
+                    worker.engine.cache.storage.zero_()
+                    pipe.send(None)
                 case "reset_peak":
                     _reset_peak()
                     pipe.send(None)

@@ -82,7 +82,7 @@ class Case:
         )
 
     def config(self, order: str, page_size: int) -> EngineConfig:
-        return EngineConfig(pages=-(-self.tokens // page_size), page_size=page_size, axis_order=order)
+        return EngineConfig(dtype="bf16", pages=-(-self.tokens // page_size), page_size=page_size, axis_order=order)
 
     def contract(self, order: str, page_size: int) -> WorkerContract:
         return WorkerContract(
