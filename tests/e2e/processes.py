@@ -174,11 +174,17 @@ def installation(directory: Path) -> Iterator[Installation]:
 
 
 async def until(client: AsyncClient, holds: Callable[[Status], bool], within_s: float = WAIT_S) -> Status:
-    """The first status, asked for again and again, of which something holds."""
-    async with asyncio.timeout(within_s):
-        while not holds(status := await client.status()):
-            await pause(0.05)
-        return status
+    """The first status, asked for a few times a second, of which something holds."""
+    end = time.monotonic() + within_s
+    while not holds(status := await client.status()):
+        assert time.monotonic() < end, f"{_brief(status)} after {within_s:g} s"
+        await pause(0.05)
+    return status
+
+
+def _brief(status: Status) -> str:
+    workers = [(w.worker_id, w.state, w.load.running, w.load.waiting, round(w.lease_left_s, 1)) for w in status.workers]
+    return f"{workers} {status.registry_warning}"
 
 
 def names(status: Status) -> tuple[str, ...]:
