@@ -154,3 +154,24 @@ def test_config_is_checked() -> None:
         make(page_size=0)
     with pytest.raises(ConfigError, match="kv_dtype"):
         PagedCache(spec(), EngineConfig(kv_dtype="int3"))
+
+
+@pytest.mark.parametrize("order", ["hnd", "nhd"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("heads", [(0, 1), (0, 2), (1, 2)])
+def test_a_device_reads_and_writes_the_same_rows_and_no_others(order: str, dtype: str, heads: tuple[int, int]) -> None:
+    config = EngineConfig(dtype=dtype, pages=8, page_size=4, axis_order=order)
+    host, device = PagedCache(spec(), config), PagedCache(spec(), config)
+    host.storage.copy_(torch.randn(host.storage.shape, generator=torch.Generator().manual_seed(3)))
+    device.storage.copy_(host.storage)
+    device._bytes = None  # as where numpy cannot see the memory; the tensor code is the same on every device
+    rows = host.rows(heads, (1, 9), (5, 2, 7))
+    size = rows.index.size * rows.row_bytes
+    read, read_device = bytearray(size), bytearray(size)
+    host.read_rows("k", 1, rows, memoryview(read))
+    device.read_rows("k", 1, rows, memoryview(read_device))
+    assert read == read_device
+    payload = memoryview(bytes(range(256)) * (size // 256 + 1))[:size]
+    host.write_rows("v", 2, rows, payload)
+    device.write_rows("v", 2, rows, payload)
+    assert torch.equal(host.storage.view(torch.uint8), device.storage.view(torch.uint8))
