@@ -138,7 +138,8 @@ class DecodeWorker:
 
     async def _wait_for_quiet(self, grace_s: float) -> None:
         try:
-            await asyncio.wait_for(self.pipeline.quiet.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self.pipeline.quiet.wait()
         except TimeoutError:
             left = len(self.pipeline.sequences)
             log.warning("%s: the grace period is over, %d requests end", self.worker_id, left)

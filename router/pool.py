@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.errors import PdserveError
@@ -40,20 +40,22 @@ class Job:
     ended: float | None = None
 
 
-def corrected(load: Load, jobs: Iterable[Job], renewed_at: float, role: str) -> Load:
-    """The reported load plus our jobs begun since the report, minus those ended since."""
-    count = tokens = pages = 0
-    for job in jobs:
-        begun_since = job.started >= renewed_at
-        sign = int(begun_since and job.ended is None) - int(not begun_since and job.ended is not None)
-        count += sign
-        tokens += sign * job.prompt_tokens
-        pages += sign * job.pages
-    held = max(0, load.pages_held + pages)
+def corrected(load: Load, jobs: Sequence[Job], renewed_at: float, role: str) -> Load:
+    """The reported load, less our jobs ended since the report, and then plus those begun since.
+
+    In this order: the report may know nothing of a job that ended, but no such job hides a new one.
+    """
+    begun = [job for job in jobs if job.started >= renewed_at and job.ended is None]
+    ended = [job for job in jobs if job.started < renewed_at and job.ended is not None]
+
+    def moved(reported: int, size: Callable[[Job], int]) -> int:
+        return max(0, reported - sum(map(size, ended))) + sum(map(size, begun))
+
+    held = moved(load.pages_held, lambda job: job.pages)
     if role == PREFILL:
-        queued = max(0, load.queued_tokens + tokens)
-        return replace(load, waiting=max(0, load.waiting + count), queued_tokens=queued, pages_held=held)
-    return replace(load, running=max(0, load.running + count), pages_held=held)
+        queued = moved(load.queued_tokens, lambda job: job.prompt_tokens)
+        return replace(load, waiting=moved(load.waiting, lambda job: 1), queued_tokens=queued, pages_held=held)
+    return replace(load, running=moved(load.running, lambda job: 1), pages_held=held)
 
 
 class Pool:

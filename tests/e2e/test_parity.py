@@ -151,3 +151,19 @@ async def test_one_token_carries_no_cache(path: Path) -> None:
             assert (record.frames_sent, record.sent_tokens, record.computed_tokens) == (0, 0, computed)
             assert record.bytes_sent == len(expected.first_logits)  # the logits, and nothing else
         assert path.made.decodes[0].blocks.cached_count == cached
+
+
+@OPTIONS
+async def test_a_second_turn_builds_on_pages_that_decode_computed(path: Path, params: SamplingParams) -> None:
+    """Decode found them itself, token by token; prefill finds only the prompt. Neither changes the answer."""
+    ids = prompt(21, seed=6000 if params is GREEDY else 7000)
+    first = await path.made.ask(ids, replace(params, max_tokens=16))
+    longer = (*ids, *first.ids, *prompt(3, seed=1))
+    expected = alone_on(path.local, longer, params)
+    second = await path.made.ask(longer, params)
+    assert second.ids == expected.ids
+    assert path.made.first_logits(second) == expected.first_logits
+    assert second.usage.cached_prompt_tokens == len(ids) // PREFILL_PAGE * PREFILL_PAGE
+    # The last token of the first answer was never computed.
+    held = (len(ids) + 15) // DECODE_PAGE * DECODE_PAGE
+    assert held > len(ids) and record_of(second).sent_tokens == len(longer) - held

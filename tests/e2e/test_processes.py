@@ -84,14 +84,12 @@ async def test_requests_before_their_first_token_succeed_elsewhere(
     """The worker stands still with requests on it, and is then killed."""
     await ask_all(client)  # every connection is up
     house.workers[doomed].send(signal.SIGSTOP)
-    waiting = [asyncio.create_task(ask(client, ids)) for ids in PROMPTS]
-
-    def has_some(status: object) -> bool:
-        (load,) = [w.load for w in status.workers if w.worker_id == doomed]  # type: ignore[attr-defined]
-        return bool(load.waiting + load.running)  # the router's own count: the worker reports nothing
-
-    await until(client, has_some)
-    house.workers[doomed].kill()
+    try:
+        waiting = [asyncio.create_task(ask(client, ids)) for ids in PROMPTS]
+        # The router's own count, since the worker reports nothing.
+        await until(client, lambda s: any(w.load.waiting + w.load.running for w in s.workers if w.worker_id == doomed))
+    finally:
+        house.workers[doomed].kill()
     answers = await asyncio.wait_for(asyncio.gather(*waiting), WAIT_S)
     assert [answer.ids for answer in answers] == expected
     records = [answer.record for answer in answers if answer.record is not None]

@@ -105,6 +105,7 @@ def job(started: float, ended: float | None = None) -> Job:
         ([job(49.0, ended=51.0)], 90, 3, 18),  # in the report, ended since
         ([job(51.0, ended=52.0)], 100, 4, 20),  # came and went
         ([job(40.0, ended=60.0)] * 20, 0, 0, 0),  # never below zero
+        ([*[job(40.0, ended=60.0)] * 20, job(51.0)], 10, 1, 2),  # and what is new still counts
     ],
 )
 def test_reported_load_is_corrected_by_own_work(jobs: list[Job], queued: int, waiting: int, held: int) -> None:
