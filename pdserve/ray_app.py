@@ -60,6 +60,8 @@ def application(config: Config, pool: Pool) -> serve.Application:
         # Serve starts one replica by itself when another dies; the router routes around it meanwhile.
         ray_actor_options={"num_cpus": pool.cpus, "num_gpus": pool.gpus},
         graceful_shutdown_timeout_s=pool.grace_s + 5.0,
+        # What fails once at start (a model that cannot be read, a port in use) fails again.
+        max_constructor_retry_count=1,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.errors import PdserveError
-from pdserve.rpc.events import HandoffRecord
+from pdserve.rpc.events import HandoffRecord, PositionLogprobs
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -38,6 +38,13 @@ def write(text: str) -> None:
     """A piece of the answer, at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def show_logprobs(positions: Iterable[PositionLogprobs]) -> None:
+    """One line per output token on standard error: its id, its log probability, and the best ones."""
+    for position in positions:
+        best = "  ".join(f"{top.id}:{top.logprob:.3f}" for top in position.top)
+        err.print(Text(f"{position.chosen.id:>8} {position.chosen.logprob:8.3f}   {best}"))
 
 
 def show_record(record: HandoffRecord) -> None:

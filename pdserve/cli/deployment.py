@@ -34,6 +34,9 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+# A cluster of one machine: Ray then listens on loopback only, on Linux too despite the name.
+# Whoever reaches Ray's ports can run code.
+LOCAL_RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 ROUTER_START_S = 30.0
 ROUTER_STOP_S = 60.0
 POLL_S = 0.1
@@ -136,11 +139,12 @@ class Deployment:
             )
 
     def _start_ray(self) -> None:
-        os.environ.update({key: value for key, value in RAY_ENVIRONMENT.items() if key not in os.environ})
+        pools = self._config.pools
+        wanted = RAY_ENVIRONMENT | ({} if pools.ray_address else LOCAL_RAY_ENVIRONMENT)
+        os.environ.update({key: value for key, value in wanted.items() if key not in os.environ})
         import ray
         from ray import serve
 
-        pools = self._config.pools
         # The controller needs a CPU of its own to be placed; the figure is logical.
         cpus = int(pools.prefill * pools.prefill_cpus + pools.decode * pools.decode_cpus + 1)
         gpus = pools.prefill * pools.prefill_gpus + pools.decode * pools.decode_gpus
@@ -212,15 +216,14 @@ class Deployment:
         for name, overview in serve.status().applications.items():
             if name not in self._applications:
                 continue
-            for deployment in overview.deployments.values():
-                message = deployment.message
-                if overview.status in ("DEPLOY_FAILED", "UNHEALTHY") or "Error" in message:
-                    raise ConfigError(
-                        f"{name} did not start: {_cause(message or overview.message)}",
-                        reason="POOL_FAILED",
-                        field=deployment_field(name),
-                        remedy="correct the configuration and start again",
-                    )
+            if overview.status == "DEPLOY_FAILED":
+                told = [deployment.message for deployment in overview.deployments.values() if deployment.message]
+                raise ConfigError(
+                    f"{name} did not start: {_cause(told[0] if told else overview.message)}",
+                    reason="POOL_FAILED",
+                    field=name.removeprefix("pdserve-"),
+                    remedy="correct the configuration and start again",
+                )
 
     def _stop_pools(self) -> None:
         from ray import serve
@@ -231,10 +234,6 @@ class Deployment:
             except (RuntimeError, TimeoutError) as error:
                 self._say(f"{name} did not stop cleanly: {error}")
         self._applications = []
-
-
-def deployment_field(application: str) -> str:
-    return application.removeprefix("pdserve-")
 
 
 def _cause(message: str) -> str:

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from pdserve.cli.ask import Ask, ask_gateway, ask_local
-from pdserve.cli.console import err, show_record, write
+from pdserve.cli.console import err, show_logprobs, show_record, write
 from pdserve.client import Event, Finish, HandoffRecord, Tokens
 from pdserve.errors import InvalidRequest, PdserveError
 from pdserve.request import SamplingParams
+from pdserve.rpc.events import PositionLogprobs
 
 Option = typer.Option
 
@@ -33,7 +34,7 @@ def generate(
     ] = None,
     token_ids: Annotated[str, Option(help="Prompt as token ids, such as '1,2,3'.")] = "",
     model: Annotated[str, Option(help="Served model name; empty: the only one. With --local: a checkpoint.")] = "",
-    max_tokens: Annotated[int | None, Option(help="Most output tokens; default: what the context leaves.")] = None,
+    max_tokens: Annotated[int | None, Option(help="Most output tokens; default: the server's own limit.")] = None,
     min_tokens: Annotated[int, Option(help="No stop before this many output tokens.")] = 0,
     temperature: Annotated[float, Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, Option(help="Sample among the k best tokens; 0: all.")] = 0,
@@ -95,16 +96,19 @@ def generate(
 def show_events(events: Iterable[Event], *, as_json: bool = False) -> None:
     """Streams an answer to standard output; the record and the reason to stop go to standard error."""
     ended = False
+    logprobs: list[PositionLogprobs] = []
     for event in events:
         if as_json:
             write(json.dumps(_event_json(event)) + "\n")
         elif isinstance(event, Tokens):
             write(event.text)
+            logprobs += event.logprobs
         elif isinstance(event, HandoffRecord):
             ended = _end_line(ended)
             show_record(event)
         elif isinstance(event, Finish):
             ended = _end_line(ended)
+            show_logprobs(logprobs)
             usage = event.usage
             err.print(
                 f"[{event.reason}: {usage.prompt_tokens} prompt, {usage.output_tokens} output tokens]", markup=False

@@ -39,12 +39,13 @@ def status(
 def _workers(workers: Iterable[Worker]) -> Table:
     """One row per worker; `contract` is the start of the digest over the fields that must be equal."""
     table = Table(title="workers", title_justify="left", box=None, pad_edge=False)
-    for column in ("worker", "state", "contract", "kv", "pages", "run", "wait", "tok/s"):
+    for column in ("worker", "pool", "state", "contract", "kv", "pages", "run", "wait", "tok/s"):
         table.add_column(column, justify="right" if column in ("run", "wait", "tok/s") else "left")
     for w in workers:
         c, load = w.contract, w.load
         table.add_row(
             w.worker_id,
+            w.role,
             w.state,
             c.digest.hex()[:8],
             f"{c.kv_dtype} {c.page_size} {c.page_axis_order}",

@@ -14,9 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.engine.checkpoint import save_spec_checkpoint
-from tests.engine.tiny import spec, tiny_model
-
 COMMANDS = ("up", "generate", "status", "down", "demo", "config")
 
 
@@ -89,16 +86,11 @@ def test_local_generation_answers_with_paris(environment: dict[str, str]) -> Non
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], subprocess.Popen[str]]]:
-    """`pdserve up` with a tiny model, in a process of its own."""
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], subprocess.Popen[str], Path]]:
+    """`pdserve up` with the packaged model in deterministic mode, in a process of its own."""
     folder = tmp_path_factory.mktemp("up")
-    model = tiny_model(spec(context_limit=256))
-    save_spec_checkpoint(folder / "tiny.pdmodel", model.spec, model.tensors)
     config = folder / "pdserve.toml"
-    config.write_text(
-        f'[model]\npath = "{folder / "tiny.pdmodel"}"\n[engine]\ndtype = "fp32"\npages = 64\npage_size = 4\n'
-        "[router]\nport = 0\nhttp_port = 0\n"
-    )
+    config.write_text("[engine]\ndeterministic = true\npages = 128\n[router]\nport = 0\nhttp_port = 0\n")
     environment = {**os.environ, "PDSERVE_STATE": str(folder / "up.json")}
     up = subprocess.Popen(
         [sys.executable, "-m", "pdserve.cli", "up", "--config", str(config)],
@@ -113,36 +105,67 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str
         if line.startswith("ready:"):
             break
     assert seen[-1].startswith("ready:"), "".join(seen)
-    yield environment, up
+    yield environment, up, config
     if up.poll() is None:
         up.send_signal(signal.SIGTERM)
         up.wait(60)
     up.stderr.close()
 
 
+EVERY_OPTION = (
+    *("--temperature", "0.7", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--seed", "7"),
+    *("--repetition-penalty", "1.1", "--presence-penalty", "0.1", "--frequency-penalty", "0.1"),
+    *("--logit-bias", "504=1.5", "--stop", "never said", "--stop-token-id", "17", "--max-tokens", "8"),
+    *("--min-tokens", "2", "--ignore-eos", "--logprobs", "2"),
+)
+
+
+def tokens_of(done: subprocess.CompletedProcess[str]) -> list[int]:
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert events[-1]["event"] == "finish"
+    return [token for event in events if event["event"] == "tokens" for token in event["ids"]]
+
+
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.model
 class TestUp:
-    Running = tuple[dict[str, str], subprocess.Popen[str]]
+    Running = tuple[dict[str, str], subprocess.Popen[str], Path]
 
-    def test_generate_streams_events_from_ids(self, running: Running) -> None:
-        environment, _ = running
-        done = pdserve(
-            environment,
-            *("generate", "--token-ids", "1,2,3", "--max-tokens", "5", "--ignore-eos", "--temperature", "0"),
-            *("--json", "--record"),
-        )
+    def test_a_question_from_standard_input_is_answered(self, running: Running) -> None:
+        question = ("generate", "--chat", "-", "--temperature", "0", "--max-tokens", "24", "--record")
+        done = pdserve(running[0], *question, text="What is the capital of France?")
         assert done.returncode == 0, done.stderr
-        events = [json.loads(line) for line in done.stdout.splitlines()]
-        assert [events[0]["event"], events[-1]["event"]] == ["accepted", "finish"]
-        assert sum(len(event["ids"]) for event in events if event["event"] == "tokens") == 5
-        record = next(event for event in events if event["event"] == "handoffrecord")
-        assert (record["prompt_tokens"], record["sent_tokens"]) == (3, 3)
+        assert "Paris" in done.stdout
+        for shown in ("37 tokens, 37 computed, 37 sent", "queued", "transfer", "tokens/s", "[stop: 37 prompt"):
+            assert shown in done.stderr
 
-    def test_a_model_without_tokenizer_refuses_text(self, running: Running) -> None:
-        done = pdserve(running[0], "generate", text="hello")
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "token" in done.stderr and "Traceback" not in done.stderr
+    def test_every_option_reaches_the_sampler_as_in_one_process(self, running: Running, tmp_path: Path) -> None:
+        environment, _, config = running
+        chat = tmp_path / "chat.json"
+        chat.write_text(json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]))
+        asked = ("generate", "--messages", str(chat), *EVERY_OPTION, "--json")
+        served, here = pdserve(environment, *asked), pdserve(environment, *asked, "--local", "--config", str(config))
+        assert tokens_of(served) == tokens_of(here)
+        first = next(json.loads(line) for line in served.stdout.splitlines() if '"tokens"' in line)
+        assert len(first["logprobs"][0]["top"]) == 2
+
+    def test_logprobs_are_shown_without_json_too(self, running: Running) -> None:
+        ask = ("generate", "--token-ids", "1,2,3", "--max-tokens", "3", "--ignore-eos", "--logprobs", "2", "--record")
+        done = pdserve(running[0], *ask)
+        assert done.returncode == 0, done.stderr
+        assert len([line for line in done.stderr.splitlines() if line.count(":-") == 2]) == 3
+
+    def test_everything_listens_on_loopback_only(self, running: Running) -> None:
+        up = psutil.Process(running[1].pid)
+        open_to = {
+            connection.laddr.ip.removeprefix("::ffff:")
+            for process in (up, *up.children(recursive=True))
+            for connection in process.net_connections(kind="inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert open_to <= {"127.0.0.1", "::1"} and open_to
 
     def test_status_shows_pools_and_pairs(self, running: Running) -> None:
         done = pdserve(running[0], "status", "--json")
@@ -157,7 +180,7 @@ class TestUp:
         assert "pdserve down" in done.stderr
 
     def test_down_leaves_no_process_and_no_state(self, running: Running) -> None:
-        environment, up = running
+        environment, up, _ = running
         children = psutil.Process(up.pid).children(recursive=True)
         assert children
         done = pdserve(environment, "down")

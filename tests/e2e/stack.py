@@ -1,33 +1,26 @@
-"""The whole service in one process, as an operator would wire it, and ways to watch it at work.
+"""The whole service in one process, as an operator would wire it.
 
 Router with its embedded registry, any number of prefill and decode workers, a client: all on
-the test's event loop, and every byte between them over real loopback gRPC. What watches are
-subclasses that add nothing but records and a gate; nothing is replaced.
+the test's event loop, and every byte between them over real loopback gRPC. Nothing is replaced;
+watched.py says how a test sees inside.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cache_transfer.pages import PageSink
-from cache_transfer.receiver import ReceivedLogits, ReceiveReport, ReceiverHost
-from cache_transfer.tickets import Claim
 from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker
 from pdserve.client import AsyncClient
 from pdserve.client.events import Completion, Event, Tokens
-from pdserve.engine.engine import Engine, OnLayer
-from pdserve.engine.loaded import LoadedModel
-from pdserve.engine.plan import EngineConfig, StepCounters, StepOutput, StepPlan
-from pdserve.engine.spec import ModelSpec
+from pdserve.engine.engine import Engine
 from pdserve.local import LocalRunner
 from pdserve.registry.records import Registry
 from pdserve.registry.settings import RegistrySettings
@@ -38,94 +31,14 @@ from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from router.app import Router
 from router.settings import RouterSettings
-from tests.engine.tiny import TINY, tiny_engine, tiny_model
+from tests.e2e.watched import WAIT_S, WatchedHost, engine
+from tests.engine.tiny import tiny_engine
 
-WAIT_S = 20.0  # for anything that must happen; the machine may be busy
 FREE_S = 2.0  # for pages to come back after a client has gone
 MODEL = "tiny"
 LEASE = RegistrySettings(lease_s=30.0, heartbeat_s=0.1, timeout_s=2.0)
 
 Worker = PrefillWorker | DecodeWorker
-
-
-@dataclass(frozen=True)
-class Step:
-    """One engine step that ran to its end."""
-
-    plan: StepPlan
-    logits: dict[str, Tensor]  # as StepOutput's, but safe from samplers
-    counters: StepCounters
-
-
-class WatchedEngine(Engine):
-    """A real engine that remembers its steps, and that can be held still inside of one. Make it on the test's loop."""
-
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
-        super().__init__(model, config)
-        self.steps: list[Step] = []
-        self.layers_begun = 0
-        self.inside = asyncio.Event()
-        """A step stands still, after it has written K and V of its first layer."""
-        self._loop = asyncio.get_running_loop()
-        self._open = threading.Event()
-        self._open.set()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Steps stand still meanwhile."""
-        self.inside.clear()
-        self._open.clear()
-        try:
-            yield
-        finally:
-            self.let_go()
-
-    def let_go(self) -> None:
-        self._open.set()
-
-    @property
-    def counters(self) -> StepCounters:
-        """Work of all steps so far."""
-        return sum((step.counters for step in self.steps), StepCounters())
-
-    def step(self, plan: StepPlan, *, on_layer: OnLayer | None = None, **options: Any) -> StepOutput:
-        def watched(layer: int) -> None:
-            self.layers_begun += 1
-            if on_layer is not None:
-                on_layer(layer)
-            if not self._open.is_set():
-                self._loop.call_soon_threadsafe(self.inside.set)
-                assert self._open.wait(WAIT_S), "the test never let go"
-
-        output = super().step(plan, on_layer=watched, **options)
-        logits = {key: rows.clone() for key, rows in output.logits.items()}
-        self.steps.append(Step(plan, logits, output.counters))
-        return output
-
-
-class WatchedHost:
-    """Hears what the receiver tells the decode worker, and passes it on."""
-
-    def __init__(self, host: ReceiverHost) -> None:
-        self.logits: dict[str, ReceivedLogits] = {}
-        """First-step logits by the router's request id, exactly as they came off the wire."""
-        self._host = host
-
-    async def grant(self, claim: Claim) -> PageSink:
-        return await self._host.grant(claim)
-
-    def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:
-        self._host.verified(claim, logits, report)
-        self.logits[claim.request_id.partition("#")[0]] = logits
-
-    def aborted(self, claim: Claim, error: Exception) -> None:
-        self._host.aborted(claim, error)  # type: ignore[arg-type]
-
-
-def engine(of: ModelSpec = TINY, dtype: str = "fp32", seed: int = 0, **config: Any) -> WatchedEngine:
-    """A deterministic one with pages of 4 tokens, unless `config` says otherwise."""
-    given = {"pages": 128, "page_size": 4, "deterministic": True, **config}
-    return WatchedEngine(tiny_model(of, dtype, seed), EngineConfig(dtype=dtype, **given))
 
 
 @dataclass

@@ -28,7 +28,8 @@ from pdserve.rpc.channel import channel
 from pdserve.rpc.status import from_rpc_error
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 from pdserve.v1.common_pb2 import SamplingOptions
-from tests.e2e.stack import WAIT_S, Stack, WatchedEngine, alone_on, read_tokens, stack
+from tests.e2e.stack import Stack, alone_on, read_tokens, stack
+from tests.e2e.watched import WAIT_S, WatchedEngine
 from tests.engine.tiny import prompt
 from tests.router.support import CONTEXT, VOCAB, bundle, model
 

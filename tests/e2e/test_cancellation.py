@@ -13,7 +13,8 @@ import pytest
 from pdserve.client.events import Event
 from pdserve.errors import DeadlineExceeded
 from pdserve.request import SamplingParams
-from tests.e2e.stack import FREE_S, MODEL, WAIT_S, Stack, WatchedEngine, alone, engine, pair, stack, streaming
+from tests.e2e.stack import FREE_S, MODEL, Stack, alone, pair, stack, streaming
+from tests.e2e.watched import WAIT_S, WatchedEngine, engine
 from tests.engine.tiny import TINY, prompt
 from tests.router.support import bundle, model
 

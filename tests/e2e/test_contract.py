@@ -27,7 +27,8 @@ from pdserve.rpc.convert import sampling_to_proto
 from pdserve.rpc.status import from_rpc_error, grpc_code
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.e2e.contracts import CHANGES, CONVERTIBLE, INFORMATIONAL, LOSSY, Change, codes
-from tests.e2e.stack import MODEL, WAIT_S, Stack, alone, engine, pair, stack
+from tests.e2e.stack import MODEL, Stack, alone, pair, stack
+from tests.e2e.watched import WAIT_S, engine
 from tests.engine.tiny import prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

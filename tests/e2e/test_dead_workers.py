@@ -20,7 +20,8 @@ from pdserve.registry.records import LiveRecord, Load, Registry, WorkerRecord
 from pdserve.registry.settings import RegistrySettings
 from pdserve.request import SamplingParams
 from router.wire import WORKER_LOST
-from tests.e2e.stack import MODEL, WAIT_S, Stack, WatchedEngine, alone, engine, stack, streaming
+from tests.e2e.stack import MODEL, Stack, alone, stack, streaming
+from tests.e2e.watched import WAIT_S, WatchedEngine, engine
 from tests.engine.tiny import prompt
 
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=8)

@@ -18,7 +18,8 @@ from pdserve.client.events import Completion
 from pdserve.local import LocalRunner
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import HandoffRecord, Usage
-from tests.e2e.stack import Stack, WatchedEngine, alone, alone_on, engine, pair
+from tests.e2e.stack import Stack, alone, alone_on, pair
+from tests.e2e.watched import WatchedEngine, engine
 from tests.engine.tiny import prompt, tiny_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

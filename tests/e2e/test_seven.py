@@ -21,7 +21,8 @@ from pdserve.engine.plan import Chunk, EngineConfig, StepCounters, StepPlan
 from pdserve.errors import InvalidRequest
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import LENGTH, Usage
-from tests.e2e.stack import WatchedEngine, pair
+from tests.e2e.stack import pair
+from tests.e2e.watched import WatchedEngine
 from tests.engine.tiny import SEVEN, seven_model
 
 PROMPT = (0, 1, 2, 3)
