@@ -6,15 +6,12 @@
                 copy of the cache would add 1
 
 The whole pool is touched before: pages that were never used would otherwise look like growth. The workers
-are warmed up with short prompts only, so that no memory freed by an earlier long one can hide a copy. glibc
-gets two heaps instead of one per thread: the engine thread's own would keep up to 100 MiB of freed activations
-after its first long prompt, with or without a handoff, and that is not what is asked here.
+are warmed up with short prompts only, so that no memory freed by an earlier long one can hide a copy.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -92,7 +89,6 @@ def _figures(role: str, before: Memory, after: Memory, plan: Plan) -> list[Figur
 
 
 def run(path: Path, plan: Plan) -> list[Figure]:
-    os.environ["MALLOC_ARENA_MAX"] = "2"  # read by the children when they start
     engine = EngineConfig(dtype="bf16", pages=plan.pages, threads=1)
     workers = {
         "prefill": WorkerProcess(path, PrefillSettings(engine=engine)),

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray import serve
+from ray.serve._private import replica
 from ray.serve.schema import LoggingConfig
 
 from decode_worker.settings import DecodeSettings
@@ -85,6 +87,7 @@ class WorkerReplica:
     """One worker in a Ray actor, on the event loop that Serve runs it on."""
 
     async def __init__(self, role: str, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
+        _listen_where_ray_does()
         settings: PrefillSettings | DecodeSettings = config.prefill if role == PREFILL else config.decode
         self._grace_s = settings.grace_s
         self._registry = open_worker_registry(settings)
@@ -113,3 +116,14 @@ class WorkerReplica:
         registry = getattr(self, "_registry", None)
         if registry is not None:
             await registry.close()
+
+
+def _listen_where_ray_does() -> None:
+    """Keeps Serve's own server of this replica on the node's address.
+
+    Serve opens, after this constructor, a port for calls between deployments, on every interface
+    whatever address Ray was given; whoever reaches it can run code. There is no setting for it.
+    """
+    node = ray.util.get_node_ip_address()
+    bind = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", node))

@@ -18,8 +18,9 @@ from pdserve.config import Config, load_config
 from pdserve.engine.checkpoint import save_spec_checkpoint
 from pdserve.engine.engine import Engine
 from pdserve.engine.load import load_model
-from pdserve.errors import PdserveError, Unavailable
+from pdserve.errors import ConfigError, PdserveError, Unavailable
 from pdserve.local import LocalRunner
+from pdserve.ray_app import application, build, pools
 from pdserve.request import SamplingParams
 from pdserve.rpc.channel import channel
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
@@ -34,6 +35,7 @@ pytestmark = [
 ]
 
 STREAMS = 16
+Ended = tuple[tuple[int, ...], PdserveError | None]
 SETTLE_S = 10.0
 
 
@@ -139,47 +141,91 @@ async def test_sixteen_streams_equal_one_process(deployment: Deployment, baselin
     assert all(w.load.steps > 0 for w in workers), "every replica took part"
 
 
-async def test_a_killed_prefill_replica_costs_no_request(deployment: Deployment, baseline: LocalRunner) -> None:
-    asked = requests(STREAMS, tokens=8)
+async def busy(worker: Worker) -> None:
+    """Returns once a worker holds pages, so that killing it hits work in progress."""
+
+    async def look() -> None:
+        while not await held_pages(worker):
+            await asyncio.sleep(0.005)  # another process is watched from outside
+
+    await asyncio.wait_for(look(), 60.0)
+
+
+def long_requests(count: int) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    """Prompts of many chunks, so that their prefill takes a while."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    return [(prompt(400 + n, seed=100 + n), params) for n in range(count)]
+
+
+async def test_a_prefill_replica_killed_at_work_costs_no_request(deployment: Deployment, baseline: LocalRunner) -> None:
+    asked = long_requests(STREAMS)
     async with AsyncClient(deployment.gateway) as client:
-        await settled(client, 4)
+        workers = {worker.worker_id: worker for worker in await settled(client, 4)}
         victim, pid = await replica_pid("pdserve-prefill")
         running = [asyncio.create_task(ask(client, ids, params)) for ids, params in asked]
+        await busy(workers[victim])
         os.kill(pid, signal.SIGKILL)
         got = await asyncio.gather(*running)
         assert list(got) == expected(baseline, asked)
-        workers = await settled(client, 4)
-    assert victim not in {w.worker_id for w in workers}, "Ray replaced it and the lease of the old one has ended"
+        after = await settled(client, 4)
+    assert victim not in {w.worker_id for w in after}, "Ray replaced it and the lease of the old one has ended"
 
 
-async def test_a_killed_decode_replica_ends_only_its_own_streams(deployment: Deployment, baseline: LocalRunner) -> None:
-    asked = requests(STREAMS, tokens=64)
+async def follow(client: AsyncClient, ids: Sequence[int], params: SamplingParams, begun: asyncio.Event) -> Ended:
+    """The ids of one stream, and the error that broke it off, if any."""
+    got: list[int] = []
+    try:
+        async for event in client.generate(token_ids=ids, sampling=params, timeout_s=120.0):
+            if isinstance(event, Tokens):
+                got += event.ids
+                begun.set()
+    except PdserveError as error:
+        return tuple(got), error
+    return tuple(got), None
+
+
+async def test_a_killed_decode_replica_ends_only_what_it_had_begun(
+    deployment: Deployment, baseline: LocalRunner
+) -> None:
+    streams, waiting = requests(STREAMS // 2, tokens=160), long_requests(STREAMS // 2)
     async with AsyncClient(deployment.gateway) as client:
-        await settled(client, 4)
+        workers = await settled(client, 4)
         _, pid = await replica_pid("pdserve-decode")
-        started = [asyncio.Event() for _ in asked]
-
-        async def follow(n: int) -> tuple[tuple[int, ...], PdserveError | None]:
-            ids, params = asked[n]
-            got: list[int] = []
-            try:
-                async for event in client.generate(token_ids=ids, sampling=params, timeout_s=120.0):
-                    if isinstance(event, Tokens):
-                        got += event.ids
-                        started[n].set()
-            except PdserveError as error:
-                return tuple(got), error
-            return tuple(got), None
-
-        running = [asyncio.create_task(follow(n)) for n in range(STREAMS)]
-        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 60.0)
+        begun = [asyncio.Event() for _ in streams]
+        running = [
+            asyncio.create_task(follow(client, ids, params, event))
+            for (ids, params), event in zip(streams, begun, strict=True)
+        ]
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 60.0)
+        later = [asyncio.create_task(ask(client, ids, params)) for ids, params in waiting]
+        await asyncio.gather(*(busy(worker) for worker in workers if worker.role == "prefill"))
         os.kill(pid, signal.SIGKILL)
-        ended = await asyncio.gather(*running)
-        wanted = expected(baseline, asked)
+        ended, got = await asyncio.gather(*running), await asyncio.gather(*later)
+        assert list(got) == expected(baseline, waiting), "no first token yet: they succeed elsewhere"
+        wanted = expected(baseline, streams)
         lost = [error for _, error in ended if error is not None]
-        assert 0 < len(lost) < STREAMS
+        assert 0 < len(lost) < len(streams)
         assert all(isinstance(error, Unavailable) for error in lost)
         for (ids, error), whole in zip(ended, wanted, strict=True):
             assert ids == (whole if error is None else whole[: len(ids)]), "never a wrong token, broken off or not"
         await settled(client, 4)
-        assert await ask(client, *asked[0]) == wanted[0]
+        assert await ask(client, *waiting[0]) == got[0]
+
+
+def test_serve_deploy_builds_one_application_per_pool(config: Config) -> None:
+    for pool in pools(config):
+        built = build({"pool": pool.role})
+        deployment = built._bound_deployment
+        assert deployment.name == pool.role
+    with pytest.raises(ConfigError, match="no pool"):
+        build({"pool": "middle"})
+
+
+def test_resources_of_a_replica_are_what_the_configuration_says() -> None:
+    config = load_config(None, {"pools": {"prefill": 3, "prefill_cpus": 2.5, "decode_gpus": 1, "decode_cpus": 4}})
+    options = {}
+    for pool in pools(config):
+        deployment = application(config, pool)._bound_deployment
+        options[pool.role] = (deployment.num_replicas, deployment.ray_actor_options)
+    assert options["prefill"] == (3, {"num_cpus": 2.5, "num_gpus": 0.0})
+    assert options["decode"] == (1, {"num_cpus": 4.0, "num_gpus": 1.0})
