@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -86,7 +86,7 @@ def check_token_ids(ids: tuple[int, ...], vocab_size: int, name: str = "prompt")
 
 
 def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    inside = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
+    inside = low <= value <= high and not (open_low and value == low)  # no bound holds for NaN
     if not inside:
         bracket = "(" if open_low else "["
         raise _invalid(name, value, f"a number in {bracket}{low:g}, {high:g}]")
@@ -100,5 +100,5 @@ def _token(name: str, token: int, vocab_size: int | None) -> None:
 
 def _invalid(name: str, value: object, expected: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{value!r} is not allowed", reason=f"INVALID_{name.upper()}", field=name, remedy=f"use {expected}"
+        f"{reprlib.repr(value)} is not allowed", reason=f"INVALID_{name.upper()}", field=name, remedy=f"use {expected}"
     )

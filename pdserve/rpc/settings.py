@@ -90,6 +90,8 @@ def _common_options(settings: RpcSettings) -> Options:
         ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
         ("grpc.keepalive_time_ms", _ms(settings.keepalive_s)),
         ("grpc.keepalive_timeout_ms", _ms(settings.keepalive_timeout_s)),
+        # Probes share their answer with gRPC's own pings, which by default may wait a minute for one.
+        ("grpc.http2.ping_timeout_ms", _ms(settings.keepalive_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     )

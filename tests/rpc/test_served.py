@@ -10,8 +10,9 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
-from pdserve.errors import Cancelled, FieldDifference, Incompatible, Internal, PdserveError
+from pdserve.errors import Cancelled, FieldDifference, Incompatible, Internal, InvalidRequest, PdserveError
 from pdserve.rpc.channel import channel
 from pdserve.rpc.deadline import remaining_s
 from pdserve.rpc.server import Server
@@ -191,3 +192,45 @@ async def test_remaining_s_is_the_callers_deadline_or_the_default() -> None:
         await run.connection.unary_unary("/test.Service/Do")(b"x")
     assert 0.0 < seen[0] < 7.5  # gRPC rounds a timeout up on its way
     assert seen[1] == 99.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_bytes_that_are_no_message_are_refused_before_the_handler(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reached = []
+
+    async def body(request: Any) -> None:
+        async for message in request if kind.startswith("stream") else _once(request):
+            reached.append(message)
+
+    async def single(request: Any, context: Any) -> bytes:
+        await body(request)
+        return b"end"
+
+    async def many(request: Any, context: Any) -> AsyncIterator[bytes]:
+        await body(request)
+        yield b"end"
+
+    server = Server()
+    method = getattr(grpc, f"{kind}_rpc_method_handler")(
+        many if kind.endswith("_stream") else single,
+        request_deserializer=health_pb2.HealthCheckRequest.FromString,
+        response_serializer=None,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Do": method}),))
+    async with channel(await server.start()) as connection:
+        raw = b"\x0a\xff\xff\xff\xff\x0f"
+        made = getattr(connection, kind)("/test.Service/Do")(
+            iter([raw]) if kind.startswith("stream") else raw, timeout=5.0
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [answer async for answer in made] if kind.endswith("_stream") else await made
+    await server.stop()
+    error = from_rpc_error(caught.value)
+    assert (type(error), error.reason, error.field) == (InvalidRequest, "MALFORMED_MESSAGE", "message")
+    assert not reached and not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def _once(message: Any) -> AsyncIterator[Any]:
+    yield message
