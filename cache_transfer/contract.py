@@ -16,6 +16,7 @@ import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 
 from pdserve.errors import FieldDifference, Incompatible
 
@@ -89,6 +90,10 @@ class WorkerContract:
 
     def digest(self) -> bytes:
         """SHA-256 over the must-equal fields: a fast key, never a substitute for `diff`."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         return sha256("contract", tuple((name, value) for name, value, kind in _flatten(self) if kind == MUST_EQUAL))
 
 
@@ -133,6 +138,11 @@ class Ticket:
 
 def prompt_digest(ids: tuple[int, ...]) -> bytes:
     return sha256("prompt", struct.pack(f"<{len(ids)}i", *ids))
+
+
+def cache_identity(contract: WorkerContract, adapter: bytes | None, tenant: str) -> bytes:
+    """Under which name a worker may find full pages again. Spelled out, not hashed: the index compares all of it."""
+    return encode(("cache", contract.digest(), adapter, tenant))
 
 
 def diff(left: WorkerContract, right: WorkerContract) -> tuple[FieldDifference, ...]:

@@ -141,19 +141,18 @@ class Receiver:
         try:
             claim = self._book.claim(await self._read_opening(stream), self._contract)
             report = await self._run_attempt(stream, _Attempt(claim, Deadline(self._settings.handoff_timeout_s)))
-            await stream.write(Ack(report.frames, report.payload_bytes))
+            async with Deadline(self._settings.idle_timeout_s) as deadline:
+                deadline.extend(self._settings.idle_timeout_s, "the sender to take the acknowledgement")
+                await stream.write(Ack(report.frames, report.payload_bytes))
         finally:
             self.active -= 1
 
-    async def revoke(self, handoff_id: bytes, attempt: int | None = None) -> None:
-        """Ends running attempts of a handoff; on return nothing writes for them any more.
+    async def revoke(self, handoff_id: bytes) -> None:
+        """Ends the running attempts of a handoff; on return nothing writes for them any more.
 
         First make them stale in the book (`reissue` or `close`), so that none can start anew.
-
-        Args:
-            attempt: this attempt and older ones; None: all.
         """
-        running = [a for a in self._attempts.get(handoff_id, ()) if attempt is None or a.claim.attempt <= attempt]
+        running = tuple(self._attempts.get(handoff_id, ()))
         for each in running:
             each.deadline.interrupt(Fenced("this attempt was revoked", reason="ATTEMPT_STALE"))
         for each in running:

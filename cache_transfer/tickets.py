@@ -6,7 +6,7 @@ A handoff has one entry here from `issue` to `close`, and at most one current at
                |  \\              |
                |   reissue       reissue        both: attempt + 1 is OPEN, the old one is stale
                v
-             expired: refused from then on; `expired()` names it to the reaper, which closes it
+             expired: refused from then on; who issued it has a deadline of its own, and closes it
 
 All methods run on one event loop and never wait, so each is one atomic step: after `reissue`
 or `close` returns, `claim` and `is_current` refuse the old attempt.
@@ -55,7 +55,6 @@ class Claim:
     handoff_id: bytes
     attempt: int
     identity: HandoffIdentity
-    held_tokens: int
     logits_only: bool
     expires_at: float  # seconds on the book's clock
     conversions: tuple[FieldDifference, ...]  # what differs and is converted on receipt
@@ -117,14 +116,8 @@ class TicketBook:
         """
         return self._enter(request_id, secrets.token_bytes(HANDOFF_ID_BYTES), 1, expected, held_tokens, logits_only)
 
-    def reissue(
-        self,
-        handoff_id: bytes,
-        expected: HandoffIdentity | None = None,
-        held_tokens: int | None = None,
-        logits_only: bool | None = None,
-    ) -> Ticket:
-        """The next attempt; the current one is stale from now on. What is not given stays as it was.
+    def reissue(self, handoff_id: bytes) -> Ticket:
+        """The next attempt at the same cache; the current one is stale from now on.
 
         Pages of the old attempt are free only after `Receiver.revoke` returned.
         Raises Refused (TICKET_UNKNOWN) when the handoff was closed.
@@ -136,9 +129,9 @@ class TicketBook:
             old.request_id,
             handoff_id,
             old.ticket.attempt + 1,
-            old.expected if expected is None else expected,
-            old.ticket.held_tokens if held_tokens is None else held_tokens,
-            old.logits_only if logits_only is None else logits_only,
+            old.expected,
+            old.ticket.held_tokens,
+            old.logits_only,
         )
 
     def claim(self, opening: PushOpening, contract: WorkerContract) -> Claim:
@@ -172,7 +165,6 @@ class TicketBook:
             handoff_id=opening.handoff_id,
             attempt=opening.attempt,
             identity=entry.expected,
-            held_tokens=entry.ticket.held_tokens,
             logits_only=entry.logits_only,
             expires_at=entry.expires_at,
             conversions=conversions,
@@ -186,11 +178,6 @@ class TicketBook:
     def close(self, handoff_id: bytes) -> None:
         """Forgets the handoff; every attempt of it is refused from now on. Idempotent."""
         self._entries.pop(handoff_id, None)
-
-    def expired(self) -> tuple[bytes, ...]:
-        """Handoffs whose current ticket ran out unclaimed. They stay until closed or reissued."""
-        now = self.clock()
-        return tuple(key for key, entry in self._entries.items() if not entry.claimed and now >= entry.expires_at)
 
     def _enter(
         self,

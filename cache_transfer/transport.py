@@ -15,19 +15,21 @@ from cache_transfer.digests import frame_digest
 from cache_transfer.framing import FrameBuffer
 from cache_transfer.messages import Outgoing, PackedFrame, Response
 from cache_transfer.push import decode_response, encode_request
-from pdserve.errors import DataLoss, PdserveError
-from pdserve.rpc.status import from_rpc_error
+from pdserve.errors import DataLoss, PdserveError, Unavailable
+from pdserve.rpc.status import from_rpc_error, is_lost
 
 Fill = Callable[[memoryview], None]
 
 PUSH_METHOD = "/pdserve.v1.Transfer/Push"
+RECEIVER_LOST = "RECEIVER_LOST"
 
 
 class PushStream(Protocol):
     """One handoff's stream, as its sender sees it.
 
     Order: send* and receive* (at the same time, from one task each), then `close`. Both raise
-    the receiver's typed error once the receiver has refused or failed.
+    the receiver's typed error once the receiver has refused or failed, and Unavailable
+    (RECEIVER_LOST) when the stream breaks without one.
     """
 
     async def send(self, message: Outgoing) -> None:
@@ -93,7 +95,7 @@ class _GrpcStream:
             await self._call.wait_for_connection()
             await self._writer.send_serialized_message(encode_request(message))
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self._address) from None
+            raise call_error(error, self._address) from None
         except grpc.aio.InternalError:
             raise await self._failure() from None
 
@@ -101,7 +103,7 @@ class _GrpcStream:
         try:
             data = await self._call.read()
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self._address) from None
+            raise call_error(error, self._address) from None
         return decode_response(data) if isinstance(data, bytes) else None
 
     async def finish_sending(self) -> None:
@@ -116,5 +118,18 @@ class _GrpcStream:
         try:
             await self._call.wait_for_connection()  # raises for a status that is not OK
         except grpc.RpcError as error:
-            return from_rpc_error(error, self._address)
+            return call_error(error, self._address)
         return DataLoss("the receiver ended the stream before its acknowledgement", reason="STREAM_ENDED")
+
+
+def call_error(error: grpc.RpcError, address: str) -> PdserveError:
+    """What the receiver said; or RECEIVER_LOST, which another attempt may repair, when the stream broke unexplained."""
+    found = from_rpc_error(error, address)
+    if not is_lost(error):
+        return found
+    return Unavailable(
+        f"the receiver was lost: {found.message}",
+        reason=RECEIVER_LOST,
+        field="transfer",
+        remedy="send the request again",
+    )

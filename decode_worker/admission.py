@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache_transfer.contract import HandoffIdentity, WorkerContract, check_compatible, encode, prompt_digest
+from cache_transfer.contract import HandoffIdentity, WorkerContract, check_compatible, prompt_digest
 from decode_worker.generation import check_endings
 from pdserve.errors import FieldDifference, InvalidRequest, NotFound
 from pdserve.request import SamplingParams, check_token_ids
@@ -132,11 +132,6 @@ def expected_identity(request: DecodeRequest, contract: WorkerContract, held_tok
         start=held_tokens,
         end=len(request.ids),
     )
-
-
-def cache_identity(contract: WorkerContract, adapter: bytes | None, tenant: str) -> bytes:
-    """Under which name full pages may be found again. Spelled out, not hashed: the index compares all of it."""
-    return encode(("cache", contract.digest(), adapter, tenant))
 
 
 def _check_output(request: DecodeRequest, limit: int, vocab: int) -> None:

@@ -21,7 +21,7 @@ from decode_worker.scheduler import Scheduler
 from decode_worker.sequence import HANDOFF, FirstLogits, Sequence, State
 from decode_worker.settings import DecodeSettings
 from pdserve.engine.cache import PagedCache, SequenceSink
-from pdserve.errors import Fenced, PdserveError
+from pdserve.errors import Fenced, PdserveError, Refused
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ class Handoffs:
         self.endpoints: tuple[Endpoint, ...] = ()
         self.book = TicketBook(incarnation, settings.ticket_ttl_s, (), clock)
         limits = ReceiverSettings(
-            idle_timeout_s=settings.idle_s, handoff_timeout_s=settings.ticket_ttl_s + settings.receive_s
+            idle_timeout_s=settings.idle_s,
+            handoff_timeout_s=min(settings.handoff_s, settings.ticket_ttl_s + settings.receive_s),
         )
         self.receiver = Receiver(self.book, contract, self, limits)
         self._contract = contract
@@ -62,6 +63,7 @@ class Handoffs:
 
     def open(self, sequence: Sequence) -> Ticket:
         """The first ticket of a sequence that waits."""
+        sequence.arrives_by = self._clock() + self._settings.handoff_s
         sequence.identity = expected_identity(sequence.request, self._contract, sequence.cached)
         ticket = self.book.issue(sequence.key, sequence.identity, sequence.cached, sequence.logits_only)
         sequence.handoff_id = ticket.handoff_id
@@ -69,9 +71,18 @@ class Handoffs:
         return self._issued(sequence, ticket)
 
     async def retry(self, sequence: Sequence) -> Ticket | None:
-        """Revokes the attempt, waits for its writers, and gives the next ticket; None: the cache is complete."""
+        """Revokes the attempt, waits for its writers, and gives the next ticket; None: the cache is complete.
+
+        Raises Refused: TOO_MANY_ATTEMPTS, or the request is over.
+        """
         if sequence.state not in HANDOFF:
             return None
+        if sequence.attempts >= self._settings.max_attempts:
+            raise Refused(
+                f"{sequence.attempts} attempts did not bring the cache",
+                reason="TOO_MANY_ATTEMPTS",
+                remedy="send a new request, or raise max_attempts",
+            )
         ticket = self.book.reissue(sequence.handoff_id)
         await self.receiver.revoke(sequence.handoff_id)
         return self._issued(sequence, ticket)
@@ -87,7 +98,8 @@ class Handoffs:
         self._sequences.pop(sequence.handoff_id, None)
 
     def _issued(self, sequence: Sequence, ticket: Ticket) -> Ticket:
-        sequence.deadline = self._clock() + self._settings.ticket_ttl_s
+        sequence.attempts = ticket.attempt
+        sequence.allow(self._settings.ticket_ttl_s, self._clock())
         return replace(ticket, endpoints=self.endpoints)
 
     # -- towards the receiver --------------------------------------------------------------------
@@ -109,7 +121,7 @@ class Handoffs:
             self._scheduler.withdraw(request)
             if not handed_out and sequence.pages:  # pages and the end of the wait met
                 self._scheduler.ungrant(sequence)
-        sequence.deadline = self._clock() + self._settings.receive_s
+        sequence.allow(self._settings.receive_s, self._clock())
         return FirstWrite(sink, lambda: loop.call_soon_threadsafe(_receiving, sequence))
 
     def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:
@@ -126,7 +138,7 @@ class Handoffs:
             return
         log.warning("%s: attempt %d failed: %s", sequence.key, claim.attempt, error)
         sequence.attempt_error = error
-        sequence.deadline = self._clock() + self._settings.ticket_ttl_s
+        sequence.allow(self._settings.ticket_ttl_s, self._clock())
         self._scheduler.ungrant(sequence)
 
     def _sequence(self, claim: Claim) -> Sequence:

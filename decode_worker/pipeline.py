@@ -6,19 +6,20 @@
                         loop: plan, engine step and sampler, apply --+--> the sequence's stream --> Generate
 
 Who ends a sequence early: its caller (closed stream), the reaper (deadline over, reader gone),
-drain, a failed step; all through `end`. Its pages go back in `Scheduler.leave`, once neither
-a step nor a receiver's thread writes them any more.
+drain, a failed or stalled step; all through `end`. Its caller is told at once; its pages go back
+in `Scheduler.leave`, once neither a step nor a receiver's thread writes them any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence as Series
 
-from cache_transfer.contract import Ticket, WorkerContract, check_compatible
-from decode_worker.admission import Admission, DecodeRequest, Limits, cache_identity, check_request
+from cache_transfer.contract import Ticket, WorkerContract, cache_identity, check_compatible
+from decode_worker.admission import Admission, DecodeRequest, Limits, check_request
 from decode_worker.generation import Generation
 from decode_worker.handoffs import Handoffs
 from decode_worker.scheduler import Scheduler
@@ -26,11 +27,11 @@ from decode_worker.sequence import EXITS, HANDOFF, Outcome, Sequence, State
 from decode_worker.settings import DecodeSettings
 from decode_worker.step import DecodePlan, step_and_sample
 from decode_worker.stream import EventStream
-from pdserve.engine.blocks import BlockManager
+from pdserve.engine.blocks import BlockManager, Prefix
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import StepCounters
 from pdserve.engine.runner import EngineThread
-from pdserve.errors import DeadlineExceeded, Internal, PdserveError
+from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Unavailable
 from pdserve.rpc.background import Background
 from pdserve.tokenizer import Tokenizer
 
@@ -75,8 +76,15 @@ class Pipeline:
     def sequences(self) -> Series[Sequence]:
         return (*self.scheduler.waiting, *self.scheduler.running)
 
-    def submit(self, request: DecodeRequest) -> tuple[Sequence, Admission, Ticket | None]:
+    @property
+    def count(self) -> int:
+        return len(self.sequences)
+
+    def submit(self, request: DecodeRequest, deadline_s: float = math.inf) -> tuple[Sequence, Admission, Ticket | None]:
         """Checks a request and lets it wait for its cache. No ticket: replaying its output already ended it.
+
+        Args:
+            deadline_s: what the caller's own deadline leaves; `generate_s` bounds it.
 
         Raises what `check_request` raises, and Exhausted (QUEUE_FULL).
         """
@@ -90,8 +98,13 @@ class Pipeline:
             request=request,
             generation=generation,
             stream=EventStream(self._settings.max_unread_tokens, self._wake.set),
-            cache_identity=cache_identity(self._limits.contract, request.adapter, request.tenant),
+            prefix=Prefix(
+                cache_identity(self._limits.contract, request.adapter, request.tenant),
+                request.ids,
+                self._limits.page_size,
+            ),
             cache_tokens=admission.cache_tokens,
+            ends_at=time.monotonic() + min(deadline_s, self._settings.generate_s),
         )
         for batch in generation.replay(request.output_ids):
             if batch.first_index >= request.forwarded_tokens:
@@ -119,20 +132,18 @@ class Pipeline:
         if sequence.state in EXITS or sequence.ending is not None:
             return
         sequence.ending = (state, error)
+        sequence.stream.fail(error)  # what follows may take long: a step can hang
         if sequence.state in HANDOFF:
             self.handoffs.forget(sequence)
             self._background.spawn(self._drain(sequence, state, error), f"end of {sequence.key}")
-        elif not sequence.stepping:  # else `apply` or `abandon` sees to it
+        elif not sequence.stepping:  # else `_step` sees to it when the step is over
             self.scheduler.leave(sequence, state, error)
 
-    def fail_all(self, error: PdserveError) -> None:
-        """For a worker whose loop died: no step runs, and none will."""
+    def end_all(self, error: PdserveError) -> None:
+        """Tells every sequence to end; one whose step runs leaves after it."""
+        state = State.ABORTED if isinstance(error, Unavailable) else State.FAILED
         for sequence in self.sequences:
-            sequence.stepping = False
-            if sequence.ending is None:
-                self.end(sequence, State.FAILED, error)
-            else:
-                self.scheduler.leave(sequence, *sequence.ending)
+            self.end(sequence, state, error)
 
     async def loop(self) -> None:
         while True:
@@ -146,10 +157,12 @@ class Pipeline:
     def reap(self, now: float) -> None:
         """Ends what took too long. `now` in monotonic seconds."""
         for sequence in [s for s in self.scheduler.waiting if now >= s.deadline]:
-            self.end(sequence, State.EXPIRED, _expired(sequence))
+            self.end(sequence, State.EXPIRED, _expired(sequence, now))
         for sequence in list(self.scheduler.running):
             since = sequence.stream.full_since
-            if since is not None and now >= since + self._settings.reader_s:
+            if now >= sequence.ends_at:
+                self.end(sequence, State.EXPIRED, _expired(sequence, now))
+            elif since is not None and now >= since + self._settings.reader_s:
                 self.end(sequence, State.EXPIRED, _unread(sequence, self._settings.reader_s))
 
     async def _step(self, plan: DecodePlan) -> None:
@@ -159,13 +172,18 @@ class Pipeline:
         except PdserveError as error:
             log.error("a step of %d sequences failed: %s", len(plan.samplers), error)
             self.scheduler.abandon(plan, error)
+            return
         except Exception:
             log.exception("a step of %d sequences failed", len(plan.samplers))
             self.scheduler.abandon(plan, Internal("the engine failed", remedy="see the worker's log"))
-        else:
-            self.counters += output.counters
+            return
+        self.counters += output.counters
+        try:
             given = self.scheduler.apply(plan, output)
-            self.tokens_per_s += 0.1 * (given / max(time.monotonic() - began, 1e-9) - self.tokens_per_s)
+        except Exception:  # the loop dies of it; the step is over all the same, so nothing may wait for it
+            self.scheduler.abandon(plan, Internal("the decode worker failed", remedy="see its log", retryable=True))
+            raise
+        self.tokens_per_s += 0.1 * (given / max(time.monotonic() - began, 1e-9) - self.tokens_per_s)
 
     async def _drain(self, sequence: Sequence, state: State, error: PdserveError) -> None:
         await self.handoffs.close(sequence)
@@ -179,7 +197,13 @@ class Pipeline:
         self._wake.set()
 
 
-def _expired(sequence: Sequence) -> DeadlineExceeded:
+def _expired(sequence: Sequence, now: float) -> DeadlineExceeded:
+    if now >= sequence.ends_at:
+        return DeadlineExceeded(
+            "the request did not end by its caller's deadline, or the worker's own",
+            reason="GENERATE_TIMEOUT",
+            remedy="allow more time, ask for fewer tokens, or raise generate_s",
+        )
     if sequence.state is not State.WAITING:
         return DeadlineExceeded("the cache did not arrive in time", reason="RECEIVE_TIMEOUT", retryable=True)
     cause = f"; the last attempt failed: {sequence.attempt_error}" if sequence.attempt_error else ""

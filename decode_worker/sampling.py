@@ -12,9 +12,11 @@ temperature 0 the noise is left out. So greedy and sampled runs share one margin
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from pdserve.errors import Internal, PdserveError
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import PositionLogprobs, TokenLogprob
 
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
@@ -118,18 +123,19 @@ class Sampler:
 def sample(rows: Sequence[tuple[Sampler, Tensor]]) -> list[Choice | PdserveError]:
     """Chooses one token per row; a row that cannot be sampled gives its error, and only that row.
 
-    `rows` pairs a sampler with raw logits [vocab], fp32 or float64, on any device. Rows that are
-    plainly greedy are not copied. Nothing is mutated.
+    `rows` pairs a sampler with raw logits [vocab], fp32 or float64, each on any device: the first
+    of a sequence came over the wire to the host, later ones are where the model is. Plainly greedy
+    rows are not copied on the host, and reduced in one call elsewhere. Nothing is mutated.
     """
     outcome: dict[int, Choice | PdserveError] = {}
-    plain = [n for n, (sampler, _) in enumerate(rows) if sampler.plain]
-    outcome.update(zip(plain, _greedy([rows[n][1] for n in plain]), strict=True))
+    away: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for n, (sampler, logits) in enumerate(rows):
-        if n not in outcome:
-            try:
-                outcome[n] = sampler.choose(logits.detach().double().cpu().numpy())
-            except PdserveError as error:
-                outcome[n] = error
+        if sampler.plain and logits.device.type != "cpu":
+            away.setdefault((logits.device, logits.dtype), []).append(n)
+        else:
+            outcome[n] = _guarded(_choose, sampler, logits)
+    for numbers in away.values():
+        outcome.update(zip(numbers, _greedy_batch([rows[n][1] for n in numbers]), strict=True))
     return [outcome[n] for n in range(len(rows))]
 
 
@@ -212,25 +218,43 @@ def _check_best(best: float) -> None:
         )
 
 
-def _greedy(rows: Sequence[Tensor]) -> list[Choice | PdserveError]:
-    """Argmax of each [vocab] row, the first of equals."""
-    if not rows:
-        return []
-    if rows[0].device.type == "cpu":
-        # In place and row by row: numpy's argmax is far faster than a copy and torch's.
-        tokens = [int(row.detach().numpy().argmax()) for row in rows]
-        best = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
-    else:  # one reduction and one transfer for the batch
+def _greedy(row: Tensor) -> Choice:
+    """Argmax of one [vocab] row, the first of equals. On the host in place: far faster than a copy and torch's."""
+    scores = row.detach().cpu().numpy()
+    token = int(scores.argmax())
+    _check_best(float(scores[token]))
+    return Choice(token)
+
+
+def _greedy_batch(rows: Sequence[Tensor]) -> list[Choice | PdserveError]:
+    """The same for rows of one dtype on one device: one reduction and one transfer."""
+    try:
         values, ids = torch.stack(list(rows)).max(dim=-1)
-        tokens, best = ids.tolist(), values.tolist()
-    outcome: list[Choice | PdserveError] = []
-    for value, token in zip(best, tokens, strict=True):
-        try:
-            _check_best(value)
-            outcome.append(Choice(token))
-        except Internal as error:
-            outcome.append(error)
-    return outcome
+        best, tokens = values.tolist(), ids.tolist()
+    except Exception:
+        log.exception("%d rows could not be reduced together", len(rows))
+        return [_guarded(_greedy, row) for row in rows]
+    return [_guarded(_checked, token, value) for token, value in zip(tokens, best, strict=True)]
+
+
+def _checked(token: int, best: float) -> Choice:
+    _check_best(best)
+    return Choice(token)
+
+
+def _choose(sampler: Sampler, logits: Tensor) -> Choice:
+    return _greedy(logits) if sampler.plain else sampler.choose(logits.detach().double().cpu().numpy())
+
+
+def _guarded(choose: Callable[P, Choice], *args: P.args, **kwargs: P.kwargs) -> Choice | PdserveError:
+    """One row's choice or error: whatever is wrong with it, the other sequences of the step go on."""
+    try:
+        return choose(*args, **kwargs)
+    except PdserveError as error:
+        return error
+    except Exception:
+        log.exception("a token could not be chosen")
+        return Internal("a token could not be chosen", reason="SAMPLER_FAILED", remedy="see the worker's log")
 
 
 def _repelled(scores: Floats, penalty: float) -> Floats:

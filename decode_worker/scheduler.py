@@ -66,7 +66,7 @@ class Scheduler:
             )
         if not sequence.logits_only:
             # The last token's logits must be computed, so at least that token travels.
-            pages, tokens = self.blocks.match(sequence.cache_identity, sequence.ids, len(sequence.ids) - 1)
+            pages, tokens = self.blocks.match(sequence.prefix, len(sequence.ids) - 1)
             if len(pages) + self.pinned <= self.blocks.pages // 2:
                 self.blocks.retain(sequence.pin, pages)
                 sequence.held, sequence.cached = pages, tokens
@@ -131,13 +131,14 @@ class Scheduler:
     def plan(self) -> DecodePlan:
         """The next step: the oldest sequences whose readers keep up; empty when there are none."""
         ready = [s for s in self.running if s.ending is None and s.stream.full_since is None][: self.max_batch]
-        for sequence in ready:
-            sequence.stepping = True
-        return DecodePlan(
+        plan = DecodePlan(
             step=StepPlan(tuple(self._chunk(s) for s in ready if s.first is None)),
             first={s.key: s.first for s in ready if s.first is not None},
             samplers={s.key: s.generation.sampler for s in ready},
         )
+        for sequence in ready:
+            sequence.stepping = True
+        return plan
 
     def apply(self, plan: DecodePlan, output: DecodeOutput) -> int:
         """Books a step that has run: tokens to their streams, ended sequences out. Returns tokens given out."""
@@ -169,6 +170,7 @@ class Scheduler:
 
     def complete(self, sequence: Sequence, finish: Finish) -> None:
         """The output is whole: its full pages become findable, all of them go back."""
+        sequence.prefix.extend(sequence.generation.output[len(sequence.request.output_ids) :])
         self._publish(sequence)
         sequence.stream.put(finish)
         self._leave(sequence, Outcome(sequence.key, State.DONE))
@@ -208,9 +210,7 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Full pages of verified content only: the handoff's tokens, then what was decoded."""
         if sequence.pages and sequence.state in RUNNING:
-            ids = (*sequence.request.prompt_ids, *sequence.generation.output)
-            full = sequence.cached // self.page_size
-            self.blocks.publish(sequence.cache_identity, ids[: full * self.page_size], sequence.pages[:full])
+            self.blocks.publish(sequence.prefix, sequence.pages[: sequence.cached // self.page_size])
 
     def _chunk(self, sequence: Sequence) -> Chunk:
         """One decode token: the last one sampled, which is not in the cache yet."""

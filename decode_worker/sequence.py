@@ -7,7 +7,7 @@
       |    |   attempt over: pages go back,  |             |           PREEMPTED   (reserved: pages for the
       |    |   a retry gets a new ticket     |             |              whole output are taken at the grant)
       |    v                                 v             v
-      |  EXPIRED  ticket, receipt or reader took too long
+      |  EXPIRED  ticket, receipt, reader or the whole request took too long
       |  ABORTED  the caller closed the stream, or the worker drains          from every state
       |  FAILED   engine or sampler fault
       +> REFUSED  never waited: invalid, incompatible, queue full
@@ -22,6 +22,7 @@ Who holds its pages, by owner name in the BlockManager:
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -29,6 +30,7 @@ from cache_transfer.contract import HandoffIdentity
 from decode_worker.admission import DecodeRequest
 from decode_worker.generation import Generation
 from decode_worker.stream import EventStream
+from pdserve.engine.blocks import Prefix
 from pdserve.errors import Internal, PdserveError
 
 log = logging.getLogger(__name__)
@@ -79,11 +81,14 @@ class Sequence:
     request: DecodeRequest
     generation: Generation
     stream: EventStream
-    cache_identity: bytes  # under which its full pages may be shared
+    prefix: Prefix  # its full pages, as other sequences may find them
     cache_tokens: int  # largest cache it will need; 0: logits only
-    deadline: float = 0.0  # monotonic seconds, while its cache is on its way
+    ends_at: float = math.inf  # monotonic seconds: the caller's deadline, or the worker's bound
+    arrives_by: float = math.inf  # when its cache must be complete, whatever the number of attempts
+    deadline: float = math.inf  # of the present step of the handoff, never after the two above
     state: State = State.WAITING
     handoff_id: bytes = b""
+    attempts: int = 0  # tickets issued for it
     identity: HandoffIdentity | None = None  # of the cache that must arrive
     held: tuple[int, ...] = ()  # pinned pages of the prefix this worker already had
     pages: tuple[int, ...] = ()  # block table: held, then granted ones
@@ -96,6 +101,10 @@ class Sequence:
     @property
     def logits_only(self) -> bool:
         return self.cache_tokens == 0
+
+    def allow(self, seconds: float, now: float) -> None:
+        """Sets the deadline of the next step of the handoff."""
+        self.deadline = min(now + seconds, self.arrives_by, self.ends_at)
 
     @property
     def ids(self) -> tuple[int, ...]:

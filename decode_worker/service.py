@@ -24,6 +24,7 @@ from decode_worker.stream import Event
 from pdserve.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest, PdserveError
 from pdserve.registry.worker_service import WorkerService
 from pdserve.rpc.convert import finish_to_proto, sampling_from_proto, tokens_to_proto
+from pdserve.rpc.deadline import remaining_s
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import to_detail
@@ -44,25 +45,39 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker: DecodeWorker) -> None:
         self._worker = worker
 
-    async def Generate(self, requests: Requests, context: Context) -> AsyncIterator[decode_pb2.DecodeEvent]:
+    async def Generate(self, requests: Requests, context: Context) -> None:
         request = request_from_proto(await self._first(requests))
-        sequence, admission, ticket = self._worker.submit(request)
-        retries = asyncio.create_task(self._take_retries(requests, sequence))
+        sequence, admission, ticket = self._worker.submit(
+            request, remaining_s(context, self._worker.settings.generate_s)
+        )
+        retries = asyncio.create_task(self._take_retries(requests, sequence), name=f"retries of {sequence.key}")
         try:
             if ticket is not None:
-                yield self._admitted(sequence, admission, ticket)
+                await self._write(context, self._admitted(sequence, admission, ticket))
             event: Event | None = None
             while not isinstance(event, Finish):
-                event = await sequence.stream.next()
-                yield event_to_proto(event)
-        except PdserveError as error:
-            yield decode_pb2.DecodeEvent(error=to_detail(error))
-            raise
+                try:
+                    event = await sequence.stream.next()
+                except PdserveError as error:
+                    await self._write(context, decode_pb2.DecodeEvent(error=to_detail(error)))
+                    raise
+                await self._write(context, event_to_proto(event))
         finally:
             # Without effect on a sequence that has ended; otherwise the caller has gone.
             self._worker.pipeline.end(sequence, State.ABORTED, Cancelled("the caller closed the stream"))
             retries.cancel()
             await settle((retries,))
+
+    async def _write(self, context: Context, event: decode_pb2.DecodeEvent) -> None:
+        """Raises DeadlineExceeded when the reader has kept its window closed for `reader_s`."""
+        limit_s = self._worker.settings.reader_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await context.write(event)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the reader took no message for {limit_s:g} s", reason="SLOW_READER", remedy="read the stream faster"
+            ) from None
 
     async def _first(self, requests: Requests) -> decode_pb2.DecodeOpen:
         limit_s = self._worker.settings.rpc.call_timeout_s

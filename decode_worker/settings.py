@@ -68,8 +68,17 @@ class DecodeSettings:
     receive_s: float = 120.0
     """Seconds from a grant until the whole cache must have been verified; then the request has expired."""
 
+    handoff_s: float = 180.0
+    """Seconds from admission until the whole cache must have been verified, all attempts together."""
+
+    max_attempts: int = 16
+    """Tickets that one request may use, the first included."""
+
+    generate_s: float = 600.0
+    """Seconds from admission to the last token; an earlier deadline of the call counts instead."""
+
     reader_s: float = 30.0
-    """Seconds a sequence may pause for its reader before it is ended."""
+    """Seconds a sequence may pause, or a message wait, for its reader before it is ended."""
 
     reap_s: float = 0.25
     """Seconds between two looks for deadlines that are over."""
@@ -82,12 +91,21 @@ class DecodeSettings:
 
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
-        for name in ("max_queue", "max_batch", "max_unread_tokens"):
+        for name in ("max_queue", "max_batch", "max_unread_tokens", "max_attempts"):
             if getattr(self, name) < 1:
                 raise _wrong(name, getattr(self, name), "at least 1")
         if self.context_limit < 0:
             raise _wrong("context_limit", self.context_limit, "0 or a number of tokens")
-        for name in ("ticket_ttl_s", "idle_s", "receive_s", "reader_s", "reap_s", "stall_s"):
+        for name in (
+            "ticket_ttl_s",
+            "idle_s",
+            "receive_s",
+            "handoff_s",
+            "generate_s",
+            "reader_s",
+            "reap_s",
+            "stall_s",
+        ):
             if not getattr(self, name) > 0:
                 raise _wrong(name, getattr(self, name), "more than 0 seconds")
         if self.grace_s < 0:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decode_worker.sampling import Choice, Sampler, sample
 from decode_worker.sequence import FirstLogits
+from pdserve.engine.checks import check_written
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import StepCounters, StepPlan
 from pdserve.errors import Internal, PdserveError
@@ -39,11 +40,14 @@ class DecodeOutput:
 
 
 def step_and_sample(engine: Engine, plan: DecodePlan) -> DecodeOutput:
-    """Runs the model where the plan has chunks, then one sampler for all rows. Raises what `Engine.step` raises."""
+    """Runs the model where the plan has chunks, then one sampler for all rows. Raises what `Engine.step`
+    and `check_written` raise.
+    """
     logits: dict[str, Tensor] = {}
     counters = StepCounters()
     if plan.step.chunks:
         output = engine.step(plan.step)
+        check_written(plan.step, output)
         counters = output.counters
         logits = {key: rows[-1] for key, rows in output.logits.items()}
     for key, received in plan.first.items():

@@ -1,9 +1,10 @@
 """What one sequence tells its reader, in order, bounded.
 
 Queue `events`: producer: the worker (tickets, tokens, the end); consumer: one Generate
-handler; bound: `limit` unread tokens and two other events. Tokens that wait are merged into
-one message. A full stream pauses its sequence instead of losing anything: the scheduler does
-not plan it until the reader has caught up, and the reaper ends it when it never does.
+handler; bound: `limit` unread tokens, one ticket and the end. Tokens that wait are merged into
+one message, and a new ticket takes the place of an unread one, which it has made stale. A full
+stream pauses its sequence instead of losing anything: the scheduler does not plan it until the
+reader has caught up, and the reaper ends it when it never does.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class EventStream:
             self._unread += len(event.ids)
             if self._unread >= self._limit and self.full_since is None:
                 self.full_since = self._clock()
+        elif isinstance(event, Ticket):
+            self._events = deque(waits for waits in self._events if not isinstance(waits, Ticket))
         self._events.append(event)
         self._closed = isinstance(event, Finish)
         self._changed.set()

@@ -19,6 +19,7 @@ from decode_worker.generation import Generation, check_endings
 from decode_worker.sampling import sample
 from decode_worker.stream import merged
 from pdserve.engine.blocks import BlockManager
+from pdserve.engine.checks import check_tokenizer
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, StepCounters, StepPlan
 from pdserve.errors import Exhausted, InvalidRequest, PdserveError
@@ -80,6 +81,7 @@ class LocalRunner:
         self.steps = 0
         self._chunk_tokens = chunk_tokens
         self._max_batch = max_batch
+        check_tokenizer(engine.spec, bundle.vocab_size if bundle else 0)
         eos = set(engine.spec.eos_ids) | set(bundle.eos_ids if bundle else ())
         contract = engine.contract(bundle.digest() if bundle else b"")
         self._limits = Limits(

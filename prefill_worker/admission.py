@@ -10,7 +10,6 @@ from cache_transfer.contract import (
     WorkerContract,
     check_compatible,
     check_identity,
-    encode,
     prompt_digest,
 )
 from pdserve.errors import InvalidRequest, NotFound
@@ -96,11 +95,6 @@ def expected_identity(request: PrefillRequest, contract: WorkerContract) -> Hand
         start=request.ticket.held_tokens,
         end=len(request.ids),
     )
-
-
-def cache_identity(contract: WorkerContract, adapter: bytes | None, tenant: str) -> bytes:
-    """Under which name full pages may be found again. Spelled out, not hashed: the index compares all of it."""
-    return encode(("cache", contract.digest(), adapter, tenant))
 
 
 def receiver_address(ticket: Ticket) -> str:

@@ -1,13 +1,14 @@
 """Prompts through the engine and over the wire: one loop that steps, one task per handoff.
 
-    submit --> waiting --> loop: admit, plan, engine step, apply
+    submit --> waiting --> loop: admit, plan, engine step, apply, commit
                              |
                _hand_over(): drives the prompt's sender to decode's acknowledgement,
-                             then returns the pages, then answers the caller
+                             returns the pages, answers the caller
 
-Who ends a prompt early: its caller, the reaper, drain, a failed step; all through `end`. Who returns
-its pages: `_hand_over` alone, after the step that writes them and the sender that reads them are over.
-A prompt that still waits has none.
+Who ends a prompt early: its caller, the reaper, drain, a failed or stalled step; all through `end`.
+Its caller hears of a failure at once, even while a step still runs or hangs. Who returns its
+pages: `_hand_over` alone, after the step that writes them and the sender that reads them are
+over. A prompt that still waits has none.
 
 Cancellation is looked at between layers. A step that several prompts share stops early only
 when all of them were dropped: the others keep their work, and the dropped one's pages come
@@ -22,16 +23,17 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from cache_transfer.contract import WorkerContract
+from cache_transfer.contract import WorkerContract, cache_identity
 from cache_transfer.sender import HandoffSender, SendReport
-from pdserve.engine.blocks import BlockManager
+from pdserve.engine.blocks import BlockManager, Prefix
 from pdserve.engine.cache import SequenceSource
+from pdserve.engine.checks import check_written
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import StepOutput, StepPlan
 from pdserve.engine.runner import EngineThread
-from pdserve.errors import Internal, InvalidRequest, PdserveError
+from pdserve.errors import DeadlineExceeded, Internal, InvalidRequest, PdserveError, Unavailable
 from pdserve.rpc.background import Background
-from prefill_worker.admission import PrefillRequest, cache_identity, receiver_address
+from prefill_worker.admission import PrefillRequest, receiver_address
 from prefill_worker.handoff import Job, exit_state
 from prefill_worker.peers import Peers
 from prefill_worker.scheduler import Prompt, Scheduler, State
@@ -79,7 +81,6 @@ class Pipeline:
         self._reap_margin_s = 4 * settings.reap_s
         self._submitted = 0  # prompts so far
         self._wake = asyncio.Event()  # the loop has something to look at
-        self._closed = False
 
     def submit(self, request: PrefillRequest, deadline_s: float) -> Job:
         """Queues a checked request. Raises Exhausted (QUEUE_FULL) or InvalidRequest (BAD_ADDRESS)."""
@@ -88,7 +89,11 @@ class Pipeline:
         prompt = Prompt(
             owner=f"{request.request_id}/{self._submitted}",
             ids=request.ids,
-            identity=cache_identity(self._contract, request.adapter, request.tenant),
+            prefix=Prefix(
+                cache_identity(self._contract, request.adapter, request.tenant),
+                request.ids,
+                self._contract.page_size,
+            ),
             deadline=now + deadline_s,
             # A ticket that ran out in the queue would be refused after all the work.
             queue_deadline=now + min(deadline_s, request.ticket.ttl_ms / 1000),
@@ -117,6 +122,21 @@ class Pipeline:
             self.scheduler.drop(job.prompt)
             job.sender.fail(error)
 
+    def end_all(self, error: PdserveError) -> None:
+        """Tells every prompt to end."""
+        state = State.ABORTED if isinstance(error, Unavailable) else State.FAILED
+        for job in tuple(self.jobs.values()):
+            self.end(job, state, error)
+
+    def reap(self, now: float) -> None:
+        """Ends what took too long. `now` in monotonic seconds."""
+        for prompt in self.scheduler.overdue(now):
+            self.end(self.jobs[prompt], State.EXPIRED, _overdue(prompt))
+
+    @property
+    def count(self) -> int:
+        return len(self.jobs)
+
     async def _hand_over(self, job: Job, sender: HandoffSender) -> None:
         """From leaving the queue to the end, whatever the end is: the only place that returns pages."""
         state, report = State.FAILED, None
@@ -128,6 +148,8 @@ class Pipeline:
             state, error = job.ending or (exit_state(failure), failure)
         finally:
             self.scheduler.drop(job.prompt)
+            if report is None:
+                job.settle(error, None)
             await job.still.wait()
             self.scheduler.release(job.prompt, state)
             self._forget(job, error, report)
@@ -146,16 +168,11 @@ class Pipeline:
             self.quiet.set()
         self._wake.set()
 
-    def close(self) -> None:
-        """Lets `loop` return; no prompt may be left."""
-        self._closed = True
-        self._wake.set()
-
     # -- the loop --------------------------------------------------------------------------
 
     async def loop(self) -> None:
-        """Admit, plan, run, apply, until `close`."""
-        while not self._closed:
+        """Admit, plan, run, apply, until cancelled."""
+        while True:
             for prompt in self.scheduler.admit(time.monotonic()):
                 self._begin(self.jobs[prompt])
             plan, prompts = self.scheduler.plan()
@@ -205,6 +222,7 @@ class Pipeline:
         try:
             step = partial(self._engine.step, plan, on_layer=on_layer, cancelled=cancelled)
             output = await self._thread.run(step)
+            check_written(plan, output)
         except PdserveError as error:
             return error
         except Exception:
@@ -227,3 +245,21 @@ class Pipeline:
                 job.commit(output.logits[prompt.owner])
             except Internal as error:
                 self.end(job, State.FAILED, error)
+            else:
+                self.scheduler.commit(prompt)
+
+
+def _overdue(prompt: Prompt) -> DeadlineExceeded:
+    if prompt.state is State.QUEUED:
+        return DeadlineExceeded(
+            "the prompt waited too long for its turn",
+            reason="QUEUE_TIMEOUT",
+            remedy="send it to another prefill worker, or add one",
+            retryable=True,
+        )
+    return DeadlineExceeded(
+        "the handoff did not end within its lease, or its caller's deadline",
+        reason="LEASE_ENDED",
+        remedy="check that the decode worker has free pages, or raise lease_s",
+        retryable=True,
+    )

@@ -2,7 +2,7 @@
 
 The life of one prompt:
 
-    submit()        admit()             apply(): last chunk done     release(RELEASED): decode acknowledged
+    submit()        admit()             commit(): logits are sound   release(RELEASED): decode acknowledged
       |  QUEUED ------> RUNNING -----------------> COMMITTED -----------------> RELEASED
       |    |              |                            |
       |    |              +--------------+-------------+---> EXPIRED   lease or deadline over
@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdserve.engine.blocks import BlockManager
+from pdserve.engine.blocks import BlockManager, Prefix
 from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.errors import Exhausted
 
@@ -49,7 +49,7 @@ class Prompt:
 
     owner: str  # who holds the pages; unique among the prompts of this worker
     ids: tuple[int, ...]  # everything to compute: prompt ids, then output ids already delivered
-    identity: bytes  # under which its full pages may be shared (contract, adapter, tenant)
+    prefix: Prefix  # its full pages, as other prompts may find them
     deadline: float  # monotonic seconds: the caller's, or the end of the lease if that is earlier
     queue_deadline: float  # latest time to leave the queue: after it the ticket is of no use
     state: State = State.QUEUED
@@ -57,6 +57,7 @@ class Prompt:
     cached: int = 0  # tokens found in the prefix index
     done: int = 0  # tokens [0, done) are in the pages
     chunks: int = 0  # engine steps it took so far
+    lacked_at: int = -1  # `BlockManager.changes` when its pages last did not fit
     dropped: bool = False  # no more steps: failed or cancelled; read by the engine's thread
 
     @property
@@ -132,17 +133,19 @@ class Scheduler:
         return StepPlan(tuple(self._chunk(prompt, take) for prompt, take in chosen)), [p for p, _ in chosen]
 
     def apply(self, plan: StepPlan, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Books a step that has run. Returns the prompts that are now complete, their full pages published."""
+        """Books a step that has run. Returns the prompts whose last chunk it was: to be checked, then committed."""
         finished = []
         for chunk, prompt in zip(plan.chunks, prompts, strict=True):
             prompt.done += len(chunk.ids)
             prompt.chunks += 1
             if not prompt.remaining and not prompt.dropped:
-                full = len(prompt.ids) // self.page_size
-                self.blocks.publish(prompt.identity, prompt.ids[: full * self.page_size], prompt.pages[:full])
-                prompt.state = State.COMMITTED
                 finished.append(prompt)
         return finished
+
+    def commit(self, prompt: Prompt) -> None:
+        """What its pages hold was found to be sound: full ones may be found from now on."""
+        prompt.state = State.COMMITTED
+        self.blocks.publish(prompt.prefix, prompt.pages[: len(prompt.ids) // self.page_size])
 
     def drop(self, prompt: Prompt) -> None:
         """No more steps for it; its pages stay until `release`."""
@@ -174,8 +177,10 @@ class Scheduler:
 
     def _lease_pages(self, prompt: Prompt) -> bool:
         """Takes the cached prefix and fresh pages for the rest, or nothing."""
+        if prompt.lacked_at == self.blocks.changes:
+            return False
         # The last token is always computed: its logits are what decode samples from.
-        shared, cached = self.blocks.match(prompt.identity, prompt.ids, len(prompt.ids) - 1)
+        shared, cached = self.blocks.match(prompt.prefix, len(prompt.ids) - 1)
         need = -(-len(prompt.ids) // self.page_size)
         if shared:
             self.blocks.retain(prompt.owner, shared)
@@ -183,6 +188,7 @@ class Scheduler:
             fresh = self.blocks.allocate(prompt.owner, need - len(shared))
         except Exhausted:
             self.blocks.release(prompt.owner)
+            prompt.lacked_at = self.blocks.changes
             return False
         prompt.pages, prompt.cached, prompt.done = (*shared, *fresh), cached, cached
         return True

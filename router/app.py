@@ -15,8 +15,8 @@ from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.open import describe_url, open_registry
 from pdserve.registry.records import Registry
 from pdserve.registry.service import add_registry
-from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.server import Server
+from router.channels import WorkerChannels
 from router.gate import Gate
 from router.http_server import HttpServer
 from router.intake import Intake
@@ -43,11 +43,13 @@ class Router:
     def __init__(self, settings: RouterSettings | None = None, registry: Registry | None = None) -> None:
         self.settings = settings = settings or RouterSettings()
         settings.check()
-        self.broken = asyncio.Event()  # stays unset: the pool's own task survives what it meets
+        self.broken = asyncio.Event()  # stays unset: the pool's task logs what it meets, warns in status and goes on
         self._owns_registry = registry is None
         self.registry = registry or open_registry(settings.registry.url, settings.registry, settings.rpc)
-        self.channels = ChannelPool(settings.rpc)
-        self.pool = Pool(self.registry, Gate(settings.allow_lossy), settings.refresh_s)
+        self.channels = WorkerChannels(settings.rpc)
+        self.pool = Pool(
+            self.registry, Gate(settings.allow_lossy), settings.refresh_s, on_addresses=self.channels.keep_only
+        )
         self.bundles = BundleCache(self.channels, settings.max_bundles, settings.rpc.call_timeout_s)
         self.intake = Intake(self.pool, self.bundles, settings)
         self.orchestrator = Orchestrator(self.pool, self.channels, settings)

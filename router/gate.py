@@ -1,13 +1,14 @@
 """Which prefill worker may hand a cache to which decode worker, and why the others may not.
 
-Pure: worker records in, pairs and reasons out. Workers of one group have equal contracts
-in everything a handoff depends on, so one comparison per pair of groups is enough.
+Pure: worker records in, matches and reasons out. Workers of one group have equal contracts in
+everything a handoff depends on, so groups are compared and matched, never single workers: the
+work grows with the number of workers, not with the number of pairs.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from cache_transfer.contract import INFORMATIONAL, WorkerContract, diff, refusals, sha256
@@ -49,6 +50,24 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class Match:
+    """Two groups that fit: each of these prefill workers may hand to each of these decode workers."""
+
+    prefills: tuple[Member, ...]
+    decodes: tuple[Member, ...]
+    conversions: tuple[FieldDifference, ...] = ()  # what the receivers will convert
+
+    @property
+    def contract_digest(self) -> bytes:
+        """Of every worker in it: groups that differ in a must-equal field never match."""
+        return self.prefills[0].contract_digest
+
+    def pairs(self) -> Iterator[Pair]:
+        """Every pair: a product, not for the path of a request."""
+        return (Pair(p, d, self.conversions) for p in self.prefills for d in self.decodes)
+
+
+@dataclass(frozen=True)
 class Rejection:
     """Two groups that may not be paired."""
 
@@ -65,7 +84,7 @@ class Rejection:
 class Verdict:
     """What the gate lets through of one model's ready workers."""
 
-    pairs: tuple[Pair, ...]
+    matches: tuple[Match, ...]
     rejections: tuple[Rejection, ...]
 
     @property
@@ -88,13 +107,13 @@ class Gate:
         self._known: OrderedDict[tuple[bytes, bytes], tuple[FieldDifference, ...]] = OrderedDict()
 
     def judge(self, members: Iterable[Member]) -> Verdict:
-        """Pairs every prefill member with every decode member that fits. Mutates only the memory."""
+        """Matches prefill groups with the decode groups that fit them. Mutates only the memory."""
         prefills: dict[bytes, list[Member]] = {}
         decodes: dict[bytes, list[Member]] = {}
         for member in members:
             side = prefills if member.record.role == PREFILL else decodes
             side.setdefault(member.group, []).append(member)
-        pairs: list[Pair] = []
+        matches: list[Match] = []
         rejections: list[Rejection] = []
         for left in prefills.values():
             for right in decodes.values():
@@ -103,8 +122,8 @@ class Gate:
                 if refused:
                     rejections.append(Rejection(tuple(m.id for m in left), tuple(m.id for m in right), refused))
                 else:
-                    pairs += [Pair(p, d, differences) for p in left for d in right]
-        return Verdict(tuple(pairs), tuple(rejections))
+                    matches.append(Match(tuple(left), tuple(right), differences))
+        return Verdict(tuple(matches), tuple(rejections))
 
     def differences(self, prefill: Member, decode: Member) -> tuple[FieldDifference, ...]:
         """All differences of two workers, informational ones too (those are not remembered)."""
@@ -127,8 +146,33 @@ class Gate:
         return self._known[key]
 
 
+def narrowed(matches: Iterable[Match], keep: Callable[[Member], bool]) -> tuple[Match, ...]:
+    """The matches with only the members that `keep` likes."""
+    kept = [
+        Match(tuple(filter(keep, match.prefills)), tuple(filter(keep, match.decodes)), match.conversions)
+        for match in matches
+    ]
+    return tuple(match for match in kept if match.prefills and match.decodes)
+
+
+def without(matches: Iterable[Match], tried: Collection[tuple[bytes, bytes]]) -> tuple[Match, ...]:
+    """The matches less the pairs with these keys (`Pair.key`)."""
+    if not tried:
+        return tuple(matches)
+    touched = {prefill for prefill, _ in tried}
+    left = []
+    for match in matches:
+        untouched = tuple(p for p in match.prefills if p.record.incarnation not in touched)
+        left.append(replace(match, prefills=untouched))
+        for prefill in match.prefills:
+            if prefill.record.incarnation in touched:
+                decodes = tuple(d for d in match.decodes if Pair(prefill, d).key not in tried)
+                left.append(Match((prefill,), decodes, match.conversions))
+    return tuple(match for match in left if match.prefills and match.decodes)
+
+
 def explain(members: Iterable[Member], verdict: Verdict, model: str) -> PdserveError:
-    """The error for a model that no pair can serve now; names the missing pool or the diff."""
+    """The error for a model without a match; names the missing pool or the diff."""
     roles = {member.record.role for member in members}
     missing = [role for role in (PREFILL, DECODE) if role not in roles]
     if missing:

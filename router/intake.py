@@ -11,7 +11,7 @@ from dataclasses import replace
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.request import SamplingParams, check_token_ids
 from pdserve.tokenizer import Tokenizer
-from router.gate import Member, Pair, Verdict, explain
+from router.gate import Match, Member, Verdict, explain
 from router.placement import Room, check_prompt_length, widest
 from router.pool import Pool
 from router.request import Ask, Request, router_full
@@ -55,25 +55,27 @@ class Intake:
             )
         model = self._model(ask.model)
         ready = self._pool.ready(model)
-        verdict = self._pool.gate.judge(ready)
-        if not verdict.pairs:
+        verdict = self._pool.verdict(model)
+        if not verdict.matches:
             raise explain(ready, verdict, model)
-        pairs = favoured(verdict)
-        contract = pairs[0].prefill.record.contract
+        matches = favoured(verdict)
+        contract = matches[0].prefills[0].record.contract
         tokenizer = await self.tokenizer(ready, contract.tokenizer_digest)
         ids = await encode(ask.prompt, tokenizer)
-        limit = widest(pairs)
+        limit = widest(matches)
         check_prompt_length(len(ids), limit)
         check_token_ids(ids, contract.vocab_size)
         ask.sampling.check(contract.vocab_size)
+        sampling, least = complete(ask.sampling, len(ids), limit, self._settings.default_max_tokens)
         timeout_s = min(self._settings.request_timeout_s, ask.timeout_s or float("inf"))
         return Request(
             id=f"req-{secrets.token_hex(12)}",
             model=model,
             tenant=self._settings.tenant,
             prompt_ids=ids,
-            sampling=complete(ask.sampling, len(ids), limit),
-            contract_digest=pairs[0].prefill.contract_digest,
+            sampling=sampling,
+            least_tokens=least,
+            contract_digest=matches[0].contract_digest,
             received=received,
             deadline=received + timeout_s,
             label=ask.label,
@@ -109,17 +111,31 @@ class Intake:
         return name
 
 
-def favoured(verdict: Verdict) -> tuple[Pair, ...]:
-    """The pairs of the contract that most pairs share: one request keeps to one model and tokenizer."""
-    votes = Counter(pair.prefill.contract_digest for pair in verdict.pairs)
+def favoured(verdict: Verdict) -> tuple[Match, ...]:
+    """The matches of the contract that most pairs share: one request keeps to one model and tokenizer."""
+    votes: Counter[bytes] = Counter()
+    for match in verdict.matches:
+        votes[match.contract_digest] += len(match.prefills) * len(match.decodes)
     winner = max(sorted(votes), key=lambda digest: votes[digest])
-    return tuple(pair for pair in verdict.pairs if pair.prefill.contract_digest == winner)
+    return tuple(match for match in verdict.matches if match.contract_digest == winner)
 
 
-def complete(sampling: SamplingParams, prompt_tokens: int, limit: Room) -> SamplingParams:
-    """Options with a seed and a max_tokens. A larger max_tokens is cut to what the context leaves."""
+def complete(
+    sampling: SamplingParams, prompt_tokens: int, limit: Room, default_max_tokens: int
+) -> tuple[SamplingParams, int]:
+    """Options with a seed and a max_tokens, and the fewest output tokens a pair must have room for.
+
+    A max_tokens that the caller named and that some pair has room for is kept whatever happens. One
+    that it did not name, or that is more than any pair has room for, is cut to what the pair leaves.
+
+    Args:
+        limit: the widest pair's.
+
+    Raises InvalidRequest for a min_tokens beyond the room.
+    """
     left = limit.total - prompt_tokens
-    max_tokens = left if sampling.max_tokens is None else min(sampling.max_tokens, left)
+    wanted = sampling.max_tokens or max(default_max_tokens, sampling.min_tokens)
+    max_tokens = min(wanted, left)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
             f"{sampling.min_tokens} is not allowed",
@@ -127,5 +143,6 @@ def complete(sampling: SamplingParams, prompt_tokens: int, limit: Room) -> Sampl
             field="min_tokens",
             remedy=f"use at most {max_tokens}, which is what the context leaves after {prompt_tokens} prompt tokens",
         )
+    firm = sampling.max_tokens is not None and sampling.max_tokens <= left
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    return replace(sampling, seed=seed, max_tokens=max_tokens)
+    return replace(sampling, seed=seed, max_tokens=max_tokens), max_tokens if firm else max(1, sampling.min_tokens)

@@ -99,7 +99,7 @@ class OpenAiApi:
     async def readyz(self, http: Request) -> Response:
         """Ready when at least one pair of workers fits; otherwise each model's reasons."""
         verdicts = {name: self._pool.verdict(name) for name in self._pool.models()}
-        ready = [name for name, verdict in verdicts.items() if verdict.pairs]
+        ready = [name for name, verdict in verdicts.items() if verdict.matches]
         notes = {name: list(verdict.notes) for name, verdict in verdicts.items()}
         body = {"ready": bool(ready), "models": ready, "refused": notes, "warning": self._pool.warning}
         return reply(200 if ready else 503, body)

@@ -1,16 +1,18 @@
 """One request from placement to its last token, over as many pairs of workers as it takes.
 
-    PLACING --> ADMITTING --> PREFILLING --> STREAMING --> DONE
-       ^            |           |  ^   |         |
-       |            |           |  |   | prefill failed: `retry` on the same decode stream
-       |            |           |  +---+         |
-       +------------+-----------+                +--> FAILED (typed error, never a finish)
-        decode failed: another pair
+    PLACING --> ADMITTING --> PREFILLING -----> STREAMING --> DONE
+       ^            |           |   ^   |          ^   |
+       |            |           |   |   | prefill failed: `retry` on the same decode stream
+       |            |           |   |   v          |   |
+       |            |           |   +- ASKING -----+   |
+       |            |           |       |  the cache had come whole before
+       +------------+-----------+-------+              +--> FAILED (typed error, never a finish)
+        decode failed, or no prefill worker is left for it: another pair
 
 Before the first token a retryable failure moves the request to an untried pair while its
 deadline lasts; anything else, and any failure afterwards, is the client's to see. A worker
-lost at the transport leaves the rotation at once. Leaving `generate` early, as a client that
-disconnects does, cancels the calls to both workers.
+lost at the transport, or silent for `first_token_timeout_s`, leaves the rotation at once. Leaving
+`generate` early, as a client that disconnects does, cancels the calls to both workers.
 
 Queue: `Backlog`, from the request's own task to its door, see there.
 """
@@ -25,34 +27,31 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from cache_transfer.contract import HandoffIdentity, Ticket, check_compatible, check_identity, prompt_digest
-from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Refused
-from pdserve.rpc.channel import ChannelPool
+from pdserve.errors import PdserveError
 from pdserve.rpc.events import Accepted, Finish, TokenBatch
 from router.backlog import Backlog, Event
-from router.gate import Member, Pair, explain
-from router.placement import Demand, place, room
+from router.channels import WorkerChannels
+from router.failures import FIRST_TOKEN_TIMEOUT, deadline_exceeded, movable, silent, unexpected
+from router.gate import Member, Pair
+from router.placement import cache_tokens
+from router.planner import Planner
 from router.pool import Pool
-from router.prefixes import PrefixRecord, chain
 from router.record import Account
 from router.request import Request, router_full
 from router.settings import RouterSettings
 from router.wire import WORKER_LOST, Admitted, DecodeCall, DecodeEvent, PrefillReport, lost, run_prefill, settled
-
-# A worker's own time limit or state, which another worker need not share.
-_MOVABLE = (DeadlineExceeded, Refused)
 
 
 class Orchestrator:
     """Runs requests; belongs to one event loop. At most `max_active` are in flight."""
 
     def __init__(
-        self, pool: Pool, channels: ChannelPool, settings: RouterSettings, rng: random.Random | None = None
+        self, pool: Pool, channels: WorkerChannels, settings: RouterSettings, rng: random.Random | None = None
     ) -> None:
         self._pool = pool
         self._channels = channels
         self._settings = settings
-        self._rng = rng or random.Random()
-        self._prefixes = PrefixRecord(settings.prefix_blocks)
+        self._planner = Planner(pool, settings.prefix_blocks, settings.max_attempts, rng or random.Random())
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -98,7 +97,7 @@ class Orchestrator:
                 finish = await self._attempts(account, backlog)
             outcome = finish.reason
         except TimeoutError as error:
-            late = deadline_exceeded(request, account)
+            late = deadline_exceeded(request, account.output_tokens)
             outcome = late.reason
             raise late from error
         except PdserveError as error:
@@ -109,58 +108,26 @@ class Orchestrator:
 
     async def _attempts(self, account: Account, backlog: Backlog) -> Finish:
         while True:
-            pair = self._choose(account)
+            pair = self._planner.choose(account)
             account.attempt(pair)
             try:
                 return await self._on_pair(pair, account, backlog)
             except PdserveError as error:
-                if error is not account.last_error:  # else a prefill worker's, judged already
-                    self._judge(pair.decode, error, account)
+                if error is not account.last_error:  # else a prefill worker's, noted already
+                    self._failed(pair.decode, error, account)
+                if account.started or not movable(error):
+                    raise
 
-    def _judge(self, member: Member, error: PdserveError, account: Account) -> None:
-        """Returns if another attempt may follow; otherwise raises the error."""
-        if error.reason == WORKER_LOST:
+    def _failed(self, member: Member, error: PdserveError, account: Account) -> None:
+        """Notes whose fault an attempt's end was."""
+        if error.reason in (WORKER_LOST, FIRST_TOKEN_TIMEOUT):
             self._pool.suspect(member)
-        if account.started or not (error.retryable or isinstance(error, _MOVABLE)):
-            raise error
         account.failed(member, error)
 
-    def _choose(self, account: Account, decode: Member | None = None) -> Pair:
-        """An untried pair, with workers that have not failed this request if there are any.
-
-        Args:
-            decode: only pairs with this decode worker.
-
-        Raises the last attempt's error when no pair is left, or why there is none at all.
-        """
-        request = account.request
-        ready = self._pool.ready(request.model)
-        verdict = self._pool.gate.judge(ready)
-        total = len(request.prompt_ids) + request.max_tokens
-        usable = [
-            pair
-            for pair in verdict.pairs
-            if pair.key not in account.tried
-            and pair.prefill.contract_digest == request.contract_digest
-            and room(pair).total >= total
-            and room(pair).prompt >= len(request.prompt_ids)
-            and (decode is None or pair.decode.record.incarnation == decode.record.incarnation)
-        ]
-        if not usable or account.attempts >= self._settings.max_attempts:
-            raise account.last_error or explain(ready, verdict, request.model)
-        unblamed = [
-            pair
-            for pair in usable
-            if pair.prefill.record.incarnation not in account.blamed
-            and (decode is not None or pair.decode.record.incarnation not in account.blamed)
-        ]
-        demand = Demand(len(request.prompt_ids), total, self._prefixes.held_tokens(self._links(request)))
-        return place(unblamed or usable, demand, self._pool.load, self._rng)
-
     async def _on_pair(self, pair: Pair, account: Account, backlog: Backlog) -> Finish:
-        """One decode stream, with as many prefill workers as it takes. Raises decode's errors."""
-        request = account.request
-        job = self._pool.begin(pair.decode, 0, len(request.prompt_ids) + 1)
+        """One decode stream, with as many prefill workers as it takes. Raises decode's errors, and prefill's last."""
+        request = account.fitted(pair)
+        job = self._pool.begin(pair.decode, 0, cache_tokens(len(request.prompt_ids), request.max_tokens))
         try:
             async with DecodeCall(self._channels, pair.decode.address, left_s(request)) as call:
                 admitted = await self._admission(call, pair, request)
@@ -191,21 +158,53 @@ class Orchestrator:
         ticket = admitted.ticket
         while True:
             async with self._prefilling(pair, admitted, ticket, account) as prefill:
-                await asyncio.wait({prefill, call.reading()}, return_when=asyncio.FIRST_COMPLETED)
-                error = prefill.exception() if prefill.done() else None
-                if call.reading().done() or error is None:
-                    # Decode has spoken, or prefill is done and decode will.
+                error = await self._first_word(call, pair, prefill)
+                if error is None:
                     return await self._stream(await call.next(), call, prefill, account, backlog)
-            if not isinstance(error, PdserveError):
-                raise error
-            self._judge(pair.prefill, error, account)
-            pair = self._choose(account, pair.decode)
-            await call.retry(pair.prefill.record.contract)
-            event = await call.next()
-            if not isinstance(event, Ticket):  # the cache had arrived whole before prefill failed
+            self._failed(pair.prefill, error, account)
+            following = self._planner.find(account, pair.decode)
+            # Decode may have had the whole cache before prefill failed: only its own answer tells.
+            event = await self._ask_again(call, following or pair)
+            if not isinstance(event, Ticket):
                 return await self._stream(event, call, None, account, backlog)
+            if following is None or not movable(error):
+                raise error
+            pair, ticket = following, event
             account.attempt(pair)
-            ticket = event
+
+    async def _first_word(
+        self, call: DecodeCall, pair: Pair, prefill: asyncio.Task[PrefillReport]
+    ) -> PdserveError | None:
+        """Waits until decode has something to read (None), or until this attempt has failed at prefill (its error).
+
+        Raises Unavailable (FIRST_TOKEN_TIMEOUT) when prefill has done its part and decode says nothing.
+        """
+        reading = call.reading()
+        limit_s = self._settings.first_token_timeout_s
+        until = time.monotonic() + limit_s
+        await asyncio.wait({prefill, reading}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if prefill.done() and prefill.exception() is None:
+            await asyncio.wait({reading}, timeout=max(0.0, until - time.monotonic()))
+        if reading.done():
+            return None
+        if not prefill.done():
+            return silent(pair.prefill, limit_s)
+        error = prefill.exception()
+        if error is None:
+            raise silent(pair.decode, limit_s)
+        if not isinstance(error, PdserveError):
+            raise error
+        return error
+
+    async def _ask_again(self, call: DecodeCall, pair: Pair) -> DecodeEvent:
+        """A ticket for the pair's prefill worker; or what follows the cache, if that had arrived whole."""
+        await call.retry(pair.prefill.record.contract)
+        limit_s = self._settings.first_token_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await call.next()
+        except TimeoutError as error:
+            raise silent(pair.decode, limit_s) from error
 
     @asynccontextmanager
     async def _prefilling(
@@ -241,7 +240,7 @@ class Orchestrator:
             raise unexpected(event, "among the tokens")
         if prefill is not None:
             await self._settle(prefill, account)
-        self._remember(account)
+        self._planner.remember(account)
         if account.request.want_record:
             await backlog.put(account.record())
         await backlog.put(account.finish(event))
@@ -255,16 +254,6 @@ class Orchestrator:
             account.report = prefill.result()
         else:
             account.note(f"prefill worker {account.prefill_worker} gave no account: {error or 'still running'}")
-
-    def _remember(self, account: Account) -> None:
-        """Both workers of the pair now hold this prompt."""
-        links = self._links(account.request)
-        for member in self._pool.members():
-            if member.id in (account.prefill_worker, account.decode_worker):
-                self._prefixes.record(links, member.record.incarnation)
-
-    def _links(self, request: Request) -> tuple[bytes, ...]:
-        return chain(request.prompt_ids, request.contract_digest, None, request.tenant)
 
 
 def check_admitted(request: Request, pair: Pair, admitted: Admitted, allow_lossy: bool) -> None:
@@ -283,16 +272,3 @@ def check_admitted(request: Request, pair: Pair, admitted: Admitted, allow_lossy
 
 def left_s(request: Request) -> float:
     return max(0.001, request.deadline - time.monotonic())
-
-
-def deadline_exceeded(request: Request, account: Account) -> DeadlineExceeded:
-    stage = f"after {account.output_tokens} tokens" if account.started else "before its first token"
-    return DeadlineExceeded(
-        f"the request was stopped {stage}, {request.deadline - request.received:g} s after it came",
-        field="deadline",
-        remedy="allow more time, or ask for fewer tokens",
-    )
-
-
-def unexpected(event: DecodeEvent, when: str) -> Internal:
-    return Internal(f"a decode worker sent {type(event).__name__} {when}", reason="UNEXPECTED_EVENT", retryable=True)

@@ -8,23 +8,29 @@ holds part of the prompt joins the draw, or a large pool would rarely see its ca
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from pdserve.errors import InvalidRequest
-from pdserve.registry.records import Load
-from router.gate import Member, Pair
+from pdserve.registry.records import PREFILL, Load
+from router.gate import Match, Member, Pair
 
 T = TypeVar("T")
 
 
+_UNLIMITED = 2**31 - 1
+
+
 @dataclass(frozen=True)
 class Room:
-    """The most tokens a pair can take."""
+    """The most tokens a worker, or a pair of them, can take."""
 
     prompt: int
     total: int  # prompt and output together
+
+    def takes(self, prompt: int, total: int) -> bool:
+        return prompt <= self.prompt and total <= self.total
 
 
 @dataclass(frozen=True)
@@ -32,26 +38,53 @@ class Demand:
     """What a request will need, and who probably has some of it (incarnation -> tokens)."""
 
     prompt_tokens: int
-    total_tokens: int
+    cache_tokens: int  # what decode reserves, see `cache_tokens`
     held: Mapping[bytes, int]
 
 
-def room(pair: Pair) -> Room:
-    """Bounded by both contexts and both page pools. An unstated limit (0) does not bound.
+def cache_tokens(prompt_tokens: int, max_tokens: int) -> int:
+    """Tokens a decode worker reserves pages for: a whole answer, whose last token is never cached.
 
-    The last token of an output is never cached, so decode's pool takes one token more than it has slots.
+    A request of one token needs the logits only, hence no page.
     """
-    prefill, decode = pair.prefill.record, pair.decode.record
-    contexts = [c for c in (prefill.contract.context_limit, decode.contract.context_limit) if c]
-    decode_pool = [decode.load.pages_total * decode.contract.page_size + 1] if decode.load.pages_total else []
-    prefill_pool = [prefill.load.pages_total * prefill.contract.page_size] if prefill.load.pages_total else []
-    total = min([*contexts, *decode_pool], default=2**31 - 1)
-    return Room(prompt=min([total - 1, *prefill_pool]), total=total)
+    return prompt_tokens + max_tokens - 1 if max_tokens > 1 else 0
 
 
-def widest(pairs: Sequence[Pair]) -> Room:
-    """The room of the pair that takes the longest prompt, then the longest output."""
-    return max((room(pair) for pair in pairs), key=lambda r: (r.prompt, r.total))
+def member_room(member: Member) -> Room:
+    """What one worker's context and page pool allow. An unstated limit (0) does not bound.
+
+    Decode caches all but the last token of an output; prefill only ever holds the prompt.
+    """
+    record = member.record
+    context = record.contract.context_limit or _UNLIMITED
+    pool = record.load.pages_total * record.contract.page_size or _UNLIMITED
+    if record.role == PREFILL:
+        return Room(prompt=min(context - 1, pool), total=context)
+    total = min(context, pool + 1)
+    return Room(prompt=total - 1, total=total)
+
+
+def shared(left: Room, right: Room) -> Room:
+    """What two workers of these rooms can take together."""
+    return Room(min(left.prompt, right.prompt), min(left.total, right.total))
+
+
+def room(pair: Pair) -> Room:
+    return shared(member_room(pair.prefill), member_room(pair.decode))
+
+
+def widest(matches: Iterable[Match]) -> Room:
+    """The room of the pair that takes the longest prompt, then the longest output. `matches` must not be empty."""
+
+    def order(room: Room) -> tuple[int, int]:
+        return room.prompt, room.total
+
+    rooms = []
+    for match in matches:
+        # More room at decode never makes less of a pair, so only the roomiest one need be tried.
+        roomiest = max(map(member_room, match.decodes), key=order)
+        rooms += [shared(member_room(prefill), roomiest) for prefill in match.prefills]
+    return max(rooms, key=order)
 
 
 def check_prompt_length(prompt_tokens: int, limit: Room) -> None:
@@ -78,7 +111,7 @@ def prefill_cost(load: Load, prompt_tokens: int, held_tokens: int, page_size: in
     return load.queued_tokens + (prompt_tokens - held_tokens) + missing * page_size
 
 
-def decode_cost(load: Load, prompt_tokens: int, total_tokens: int, held_tokens: int, page_size: int) -> float:
+def decode_cost(load: Load, prompt_tokens: int, cache_tokens: int, held_tokens: int, page_size: int) -> float:
     """Predicted slowness of a decode worker, in running sequences.
 
     Every running or waiting sequence makes a step longer; pages short of the request mean
@@ -86,8 +119,8 @@ def decode_cost(load: Load, prompt_tokens: int, total_tokens: int, held_tokens: 
     """
     if load.waiting_limit and load.waiting >= load.waiting_limit:
         return float("inf")
-    need = max(1, -(-total_tokens // page_size))
-    shortage = _missing_pages(load, total_tokens, page_size) / need
+    need = max(1, -(-cache_tokens // page_size))
+    shortage = _missing_pages(load, cache_tokens, page_size) / need
     pressure = load.pages_held / load.pages_total if load.pages_total else 0.0
     return load.running + load.waiting + 4 * shortage + pressure - held_tokens / max(1, prompt_tokens)
 
@@ -106,10 +139,10 @@ def pick(
     return options[rng.choice([i for i, c in zip(drawn, costs, strict=True) if c == lowest])]
 
 
-def place(pairs: Sequence[Pair], demand: Demand, load: Callable[[Member], Load], rng: random.Random) -> Pair:
+def place(matches: Sequence[Match], demand: Demand, load: Callable[[Member], Load], rng: random.Random) -> Pair:
     """Picks the prefill worker first (it decides the first token), then a decode worker that fits it.
 
-    `pairs` must not be empty; `load` gives a member's load with the router's own corrections.
+    `matches` must not be empty; `load` gives a member's load with the router's own corrections.
     """
 
     def held(member: Member) -> int:
@@ -120,11 +153,14 @@ def place(pairs: Sequence[Pair], demand: Demand, load: Callable[[Member], Load],
 
     def decode(member: Member) -> float:
         page_size = member.record.contract.page_size
-        return decode_cost(load(member), demand.prompt_tokens, demand.total_tokens, held(member), page_size)
+        return decode_cost(load(member), demand.prompt_tokens, demand.cache_tokens, held(member), page_size)
 
-    prefills = list({pair.prefill.record.incarnation: pair.prefill for pair in pairs}.values())
-    chosen = pick(prefills, prefill, rng, held)
-    fitting = [pair for pair in pairs if pair.prefill is chosen]
+    # One prefill group may match several decode groups.
+    prefills = {member.record.incarnation: member for match in matches for member in match.prefills}
+    chosen = pick(list(prefills.values()), prefill, rng, held)
+    fitting = [
+        Pair(chosen, d, match.conversions) for match in matches if chosen in match.prefills for d in match.decodes
+    ]
     return pick(fitting, lambda pair: decode(pair.decode), rng, lambda pair: held(pair.decode))
 
 

@@ -9,9 +9,9 @@ worker's last report.
     suspect -- heartbeat after the failure, or a new incarnation -->  member
     member  -- lease over, or deregistered: absent from the snapshot -->  gone
 
-While the registry cannot be reached the last known pool stays in use and `warning` says so.
-For one lease after it is back, workers it has forgotten stay too: a registry that lost its
-memory learns of them with their next heartbeat.
+While the registry cannot be reached, or a refresh fails in any other way, the last known pool
+stays in use, `warning` says so, and the task goes on. For one lease after it is back, workers it
+has forgotten stay too: a registry that lost its memory learns of them with their next heartbeat.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.errors import PdserveError
@@ -59,17 +59,28 @@ def corrected(load: Load, jobs: Sequence[Job], renewed_at: float, role: str) -> 
 
 
 class Pool:
-    """See the module's docstring. Belongs to one event loop."""
+    """See the module's docstring. Belongs to one event loop.
+
+    Args:
+        on_addresses: told after every snapshot which addresses the members have now.
+    """
 
     def __init__(
-        self, registry: Registry, gate: Gate, refresh_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        registry: Registry,
+        gate: Gate,
+        refresh_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        on_addresses: Callable[[Collection[str]], Awaitable[None]] | None = None,
     ) -> None:
-        self.warning = ""  # set while the registry cannot be reached
+        self.warning = ""  # set while snapshots fail
         self.gate = gate
         self._registry = registry
         self._refresh_s = refresh_s
         self._clock = clock
+        self._on_addresses = on_addresses
         self._members: dict[str, Member] = {}  # by worker id
+        self._verdicts: dict[str, Verdict] = {}  # by model; of the pool as it is now
         self._renewals: dict[bytes, float] = {}  # incarnation -> last renewal
         self._suspects: dict[bytes, float] = {}  # incarnation -> when a call to it failed
         self._jobs: dict[bytes, list[Job]] = {}  # by incarnation
@@ -101,14 +112,17 @@ class Pool:
             self.warning = f"registry unreachable, serving from the last known pool: {error}"
             return
         if self.warning:
-            log.warning("registry reachable again")
-            self.warning = ""
             self._grace_until = self._clock() + max((m.record.lease_s for m in self._members.values()), default=0.0)
         self._apply(asked_at, records)
+        if self._on_addresses is not None:
+            await self._on_addresses({member.address for member in self._members.values()})
+        if self.warning:
+            log.warning("snapshots of the registry work again")
+            self.warning = ""
 
     def members(self) -> tuple[Member, ...]:
         """Everyone known, in whatever state, by worker id."""
-        return tuple(self._members[worker_id] for worker_id in sorted(self._members))
+        return tuple(self._members.values())
 
     def models(self) -> dict[str, int]:
         """Served model names and when this router first saw them, in Unix seconds."""
@@ -122,17 +136,27 @@ class Pool:
         return member.record.state == READY and not self._is_suspect(member)
 
     def verdict(self, model: str) -> Verdict:
-        """The gate's word on the ready workers of a model."""
-        return self.gate.judge(self.ready(model))
+        """The gate's word on the ready workers of a model; asked once for each state of the pool."""
+        if self.warning and self._suspects:  # which time alone may clear
+            return self.gate.judge(self.ready(model))
+        if model not in self._verdicts:
+            self._verdicts[model] = self.gate.judge(self.ready(model))
+        return self._verdicts[model]
 
     def suspect(self, member: Member) -> None:
         """Takes a worker out until it is heard of again: a call to it failed at the transport."""
         log.warning("worker %s at %s does not answer, out of rotation", member.id, member.address)
         self._suspects[member.record.incarnation] = self._clock()
+        self._verdicts.clear()
 
-    def begin(self, member: Member, prompt_tokens: int, total_tokens: int) -> Job:
-        """Notes work given to a worker before its next report does. The caller must `end` it."""
-        pages = -(-total_tokens // member.record.contract.page_size)
+    def begin(self, member: Member, prompt_tokens: int, cache_tokens: int) -> Job:
+        """Notes work given to a worker before its next report does. The caller must `end` it.
+
+        Args:
+            prompt_tokens: to compute.
+            cache_tokens: to hold pages for.
+        """
+        pages = -(-cache_tokens // member.record.contract.page_size)
         job = Job(member, prompt_tokens, pages, self._clock())
         self._jobs.setdefault(member.record.incarnation, []).append(job)
         return job
@@ -150,7 +174,15 @@ class Pool:
 
     async def _refresh_forever(self) -> None:
         while not await self._stopped_within(self._refresh_s):
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception as error:
+                # A fault of ours or of a record we did not foresee: the next snapshot may be good,
+                # and a router that stops looking would serve from a pool of the past without a word.
+                text = f"a refresh of the pool failed, serving from the last known pool: {error!r}"
+                if text != self.warning:
+                    log.exception("a refresh of the pool failed, serving from the last known pool")
+                self.warning = text
 
     async def _stopped_within(self, seconds: float) -> bool:
         try:
@@ -160,11 +192,12 @@ class Pool:
         return True
 
     def _apply(self, asked_at: float, records: tuple[LiveRecord, ...]) -> None:
-        before = self._members
         fresh = [self._member(live, asked_at) for live in records]
-        self._members = {member.id: member for member in fresh}
+        members = {member.id: member for member in fresh}
         if asked_at < self._grace_until:
-            self._members = before | self._members
+            members = self._members | members
+        self._members = dict(sorted(members.items()))
+        self._verdicts.clear()
         for member in fresh:
             self._first_seen.setdefault(member.record.model, int(time.time()))
         self._renewals = {m.record.incarnation: m.renewed_at for m in self._members.values()}

@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pdserve.errors import FieldDifference, PdserveError
 from pdserve.rpc.events import Finish, HandoffRecord, TokenBatch
 from router.gate import Member, Pair
+from router.placement import room
 from router.request import Request
 from router.wire import PrefillReport
 
 log = logging.getLogger(__name__)
 
 _MAX_NOTES = 32
+_MIXED_MODES = "prefill and decode differ in deterministic mode; results may differ in the last bits"
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Account:
     notes: list[str] = field(default_factory=list)
     last_error: PdserveError | None = None
     accepted: bool = False  # the client knows its request was taken
+    max_tokens: int = 0  # of the last decode stream
     output_tokens: int = 0
     report: PrefillReport | None = None
     conversions: tuple[FieldDifference, ...] = ()
@@ -39,7 +42,7 @@ class Account:
 
     @property
     def started(self) -> bool:
-        """The client has (or is about to have) tokens: no other worker can take over."""
+        """The client has (or is about to have) tokens: no other worker can take over yet."""
         return self.output_tokens > 0
 
     def attempt(self, pair: Pair) -> None:
@@ -47,6 +50,19 @@ class Account:
         self.tried.add(pair.key)
         self.prefill_worker, self.decode_worker = pair.prefill.id, pair.decode.id
         self.conversions = pair.conversions
+        prefill, decode = (m.record.contract.info.get("deterministic", "false") for m in (pair.prefill, pair.decode))
+        if prefill != decode and _MIXED_MODES not in self.notes:
+            self.note(_MIXED_MODES)
+
+    def fitted(self, pair: Pair) -> Request:
+        """The request with the output limit that this pair has room for."""
+        left = room(pair).total - len(self.request.prompt_ids)
+        self.max_tokens = min(self.request.max_tokens, left)
+        if self.max_tokens == self.request.max_tokens:
+            return self.request
+        cut = f"max_tokens cut from {self.request.max_tokens} to {self.max_tokens}"
+        self.note(f"{cut}, the room of {pair.prefill.id} and {pair.decode.id}")
+        return replace(self.request, sampling=replace(self.request.sampling, max_tokens=self.max_tokens))
 
     def failed(self, member: Member, error: PdserveError) -> None:
         self.last_error = error

@@ -54,13 +54,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request. Its sampling has a seed and a max_tokens; its tokens fit the pool."""
+    """A checked request. Its sampling has a seed and a max_tokens; its tokens fit the widest pair of the pool."""
 
     id: str  # the router's own
     model: str
     tenant: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    least_tokens: int  # output tokens a pair must have room for; less than max_tokens where that may be cut
     contract_digest: bytes  # the must-equal contract whose tokenizer and vocabulary were used
     received: float  # monotonic seconds
     deadline: float  # monotonic seconds

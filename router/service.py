@@ -89,11 +89,11 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
 
     async def _model_info(self, name: str, created: int) -> gateway_pb2.ModelInfo:
         members = [member for member in self._pool.members() if member.record.model == name]
-        pairs = self._pool.verdict(name).pairs
-        contract = (pairs[0].prefill if pairs else members[0]).record.contract
+        matches = self._pool.verdict(name).matches
+        contract = (matches[0].prefills[0] if matches else members[0]).record.contract
         return gateway_pb2.ModelInfo(
             name=name,
-            context_limit=widest(pairs).total if pairs else contract.context_limit,
+            context_limit=widest(matches).total if matches else contract.context_limit,
             vocab_size=contract.vocab_size,
             model_digest=contract.model_digest,
             has_tokenizer=bool(contract.tokenizer_digest),

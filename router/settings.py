@@ -8,8 +8,16 @@ from pdserve.errors import ConfigError
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings
 
-_SECONDS = ("request_timeout_s", "admit_timeout_s", "refresh_s", "client_stall_s", "settle_s")
-_COUNTS = ("max_active", "max_attempts", "backlog_tokens", "max_body_bytes", "max_bundles", "prefix_blocks")
+_SECONDS = ("request_timeout_s", "admit_timeout_s", "first_token_timeout_s", "refresh_s", "client_stall_s", "settle_s")
+_COUNTS = (
+    "default_max_tokens",
+    "max_active",
+    "max_attempts",
+    "backlog_tokens",
+    "max_body_bytes",
+    "max_bundles",
+    "prefix_blocks",
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,14 @@ class RouterSettings:
     admit_timeout_s: float = 10.0
     """A decode worker that has not answered the opening of a request by then is given up."""
 
+    first_token_timeout_s: float = 60.0
+    """An attempt that has a decode worker's ticket and no token by then is given up; its request moves
+    to another pair of workers. Queues, prefill and transfer count: allow for the longest prompt."""
+
+    default_max_tokens: int = 1024
+    """Output tokens of a request that names no limit, as far as context and page pool leave room.
+    Decode reserves the pages of a whole answer, so without this two such requests would own the pool."""
+
     max_active: int = 256
     """Requests in flight at a time; one more is refused with RESOURCE_EXHAUSTED."""
 
@@ -49,8 +65,9 @@ class RouterSettings:
     backlog_tokens: int = 1024
     """Unread tokens kept for a slow client before its decode worker is made to wait."""
 
-    client_stall_s: float = 60.0
-    """A client that takes nothing for this long while there is something to take is disconnected."""
+    client_stall_s: float = 20.0
+    """A client that takes nothing for this long while there is something to take is disconnected.
+    Keep it below the decode workers' reader_s (30), or they end the answer first, as SLOW_READER."""
 
     settle_s: float = 1.0
     """How long a finished answer waits for the prefill worker's own numbers."""

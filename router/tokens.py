@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from pdserve.errors import DataLoss, InvalidRequest, NotFound, PdserveError, Unavailable
-from pdserve.rpc.channel import ChannelPool
 from pdserve.tokenizer import Bundle, Tokenizer
+from router.channels import WorkerChannels
 from router.gate import Member
 from router.request import ChatPrompt, Prompt, TokenPrompt
 from router.wire import fetch_bundle
@@ -23,7 +23,7 @@ _INLINE_CHARACTERS = 2000  # encoding this much takes well under a millisecond
 class BundleCache:
     """See the module's docstring. Belongs to one event loop."""
 
-    def __init__(self, channels: ChannelPool, limit: int, timeout_s: float) -> None:
+    def __init__(self, channels: WorkerChannels, limit: int, timeout_s: float) -> None:
         self._channels = channels
         self._limit = limit
         self._timeout_s = timeout_s

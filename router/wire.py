@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -24,10 +25,10 @@ from cache_transfer.wire import (
     ticket_to_proto,
 )
 from pdserve.errors import DataLoss, DeadlineExceeded, FieldDifference, Internal, PdserveError, Unavailable
-from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
 from pdserve.rpc.events import Finish, TokenBatch
-from pdserve.rpc.status import ERROR_KEY, difference_from_proto, from_detail, from_rpc_error
+from pdserve.rpc.status import difference_from_proto, from_detail, from_rpc_error, has_detail, is_lost
+from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES
 from pdserve.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -36,17 +37,10 @@ from pdserve.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from router.channels import WorkerChannels
 from router.request import Request
 
 WORKER_LOST = "WORKER_LOST"
-MAX_BUNDLE_BYTES = 256 << 20
-
-_LOST_CODES = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.CANCELLED,  # not by us: our own cancellation never reads the status
-    grpc.StatusCode.INTERNAL,  # a reset stream; our handlers always send a detail
-    grpc.StatusCode.UNKNOWN,
-)
 
 
 @dataclass(frozen=True)
@@ -78,27 +72,34 @@ DecodeEvent = Admitted | Ticket | TokenBatch | Finish
 
 
 class DecodeCall:
-    """One Decode/Generate stream. An async context manager: leaving it cancels the call.
+    """One Decode/Generate stream. An async context manager: entering connects, leaving cancels the call.
 
     Order: open, next -> Admitted, then next until Finish; `retry` may come between Admitted
     and the first tokens, and is answered by a Ticket. Errors are typed and raised by `next`.
     """
 
-    def __init__(self, channels: ChannelPool, address: str, timeout_s: float) -> None:
+    def __init__(self, channels: WorkerChannels, address: str, timeout_s: float) -> None:
         self._address = address
-        stub: Any = decode_pb2_grpc.DecodeStub(channels.get(address))
-        self._call = stub.Generate(timeout=timeout_s)
+        self._timeout_s = timeout_s
+        self._channels = channels
+        self._open = ExitStack()
+        self._call: Any = None
         self._reading: asyncio.Task[DecodeEvent] | None = None
 
     async def __aenter__(self) -> DecodeCall:
+        stub: Any = decode_pb2_grpc.DecodeStub(self._open.enter_context(self._channels.use(self._address)))
+        self._call = stub.Generate(timeout=self._timeout_s)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._call.cancel()
-        if self._reading is not None:
-            await settled(self._reading)
+        try:
+            self._call.cancel()
+            if self._reading is not None:
+                await settled(self._reading)
+        finally:
+            self._open.close()
 
     async def open(self, request: Request, prefill_contract: WorkerContract) -> None:
         opening = decode_pb2.DecodeOpen(
@@ -168,7 +169,7 @@ def _decode_event(message: decode_pb2.DecodeEvent) -> DecodeEvent:
 
 
 async def run_prefill(
-    channels: ChannelPool, address: str, request: Request, admitted: Admitted, ticket: Ticket, timeout_s: float
+    channels: WorkerChannels, address: str, request: Request, admitted: Admitted, ticket: Ticket, timeout_s: float
 ) -> PrefillReport:
     """Prefill/Run: returns when decode has acknowledged. Cancelling the coroutine cancels the work."""
     run = prefill_pb2.RunRequest(
@@ -181,11 +182,12 @@ async def run_prefill(
         logits_only=admitted.logits_only,
         decode_contract=contract_to_proto(admitted.contract),
     )
-    stub: Any = prefill_pb2_grpc.PrefillStub(channels.get(address))
-    try:
-        r: prefill_pb2.RunResponse = await stub.Run(run, timeout=timeout_s)
-    except grpc.RpcError as error:
-        raise call_error(error, address) from error
+    with channels.use(address) as channel:
+        stub: Any = prefill_pb2_grpc.PrefillStub(channel)
+        try:
+            r: prefill_pb2.RunResponse = await stub.Run(run, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise call_error(error, address) from error
     return PrefillReport(
         computed_tokens=r.computed_tokens,
         cached_tokens=r.cached_tokens,
@@ -198,22 +200,23 @@ async def run_prefill(
     )
 
 
-async def fetch_bundle(channels: ChannelPool, address: str, digest: bytes, timeout_s: float) -> bytes:
+async def fetch_bundle(channels: WorkerChannels, address: str, digest: bytes, timeout_s: float) -> bytes:
     """Worker/GetTokenizer: the whole bundle, not yet verified. Raises DataLoss for a wrong length."""
-    stub: Any = worker_pb2_grpc.WorkerStub(channels.get(address))
-    pieces: AsyncIterator[worker_pb2.BundlePiece] = stub.GetTokenizer(
-        worker_pb2.GetTokenizerRequest(digest=digest), timeout=timeout_s
-    )
     data = bytearray()
     total = 0
-    try:
-        async for piece in pieces:
-            total = piece.total_bytes
-            data += piece.data
-            if total > MAX_BUNDLE_BYTES or len(data) > total:
-                break
-    except grpc.RpcError as error:
-        raise call_error(error, address) from error
+    with channels.use(address) as channel:
+        stub: Any = worker_pb2_grpc.WorkerStub(channel)
+        pieces: AsyncIterator[worker_pb2.BundlePiece] = stub.GetTokenizer(
+            worker_pb2.GetTokenizerRequest(digest=digest), timeout=timeout_s
+        )
+        try:
+            async for piece in pieces:
+                total = piece.total_bytes
+                data += piece.data
+                if total > MAX_BUNDLE_BYTES or len(data) > total:
+                    break
+        except grpc.RpcError as error:
+            raise call_error(error, address) from error
     if not data or len(data) != total:
         raise DataLoss(f"{address} sent {len(data)} of {total} tokenizer bytes", reason="BUNDLE_LENGTH")
     return bytes(data)
@@ -221,17 +224,12 @@ async def fetch_bundle(channels: ChannelPool, address: str, digest: bytes, timeo
 
 def call_error(error: grpc.RpcError, address: str) -> PdserveError:
     """The typed error; WORKER_LOST when the worker itself did not say why."""
-    code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
-    trailing: Any = ()  # gRPC's types do not say that its metadata iterates as pairs
-    if hasattr(error, "trailing_metadata"):
-        trailing = error.trailing_metadata() or ()
-    if any(key == ERROR_KEY for key, _ in trailing):
-        return from_rpc_error(error, address)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded(f"{address} did not finish within the request's deadline", field="deadline")
-    if code in _LOST_CODES:
+    if is_lost(error):
         return lost(address, str(from_rpc_error(error)))
-    return from_rpc_error(error, address)
+    found = from_rpc_error(error, address)
+    if isinstance(found, DeadlineExceeded) and not has_detail(error):
+        return DeadlineExceeded(f"{address} did not finish within the request's deadline", field="deadline")
+    return found
 
 
 def lost(address: str, why: str) -> Unavailable:

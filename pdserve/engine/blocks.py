@@ -15,24 +15,61 @@ token ids. A digest only finds a candidate: identity, ids and parent are compare
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cache_transfer.contract import sha256
 from pdserve.errors import ConfigError, Exhausted, Internal
 
 
-@dataclass(frozen=True)
-class CachedPage:
-    """One full page of the prefix index."""
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One full page of a sequence: what it holds, and under which digest it is looked for."""
 
     key: bytes  # chain digest
     parent: bytes  # the key before it; for the first page the digest of the identity
     identity: bytes
-    ids: tuple[int, ...]  # page_size of them
+    content: bytes  # its token ids as int32
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPage:
+    """One page of the prefix index."""
+
+    link: Link
     page: int
+
+
+class Prefix:
+    """The pages of one sequence as the index knows them. Each is hashed once, when it is first asked for.
+
+    Args:
+        identity: what must be equal besides the ids (contract, adapter, tenant).
+        ids: tokens from the first on, of at most 31 bits; more may follow with `extend`.
+    """
+
+    def __init__(self, identity: bytes, ids: Iterable[int], page_size: int) -> None:
+        self._identity = identity
+        self._ids = array("i", ids)
+        self._page_size = page_size
+        self._links: list[Link] = []
+
+    def extend(self, ids: Iterable[int]) -> None:
+        self._ids.extend(ids)
+
+    def links(self, limit: int) -> Iterator[Link]:
+        """The full pages, at most `limit` of them."""
+        size = self._page_size
+        for index in range(min(limit, len(self._ids) // size)):
+            if index == len(self._links):
+                parent = self._links[-1].key if index else _root(self._identity)
+                content = self._ids[index * size : (index + 1) * size].tobytes()
+                self._links.append(Link(_chain(parent, content), parent, self._identity, content))
+            yield self._links[index]
 
 
 class BlockManager:
@@ -43,6 +80,8 @@ class BlockManager:
             raise ConfigError(f"{pages} pages of {page_size} tokens", field="pages", remedy="use at least 1 of each")
         self.pages = pages
         self.page_size = page_size
+        self.changes = 0
+        """Rises whenever pages became available or findable: before, a request that did not fit still does not."""
         self._free = list(range(pages))  # a heap: low numbers first keeps a sequence's pages neighbours
         self._references = [0] * pages
         self._owners: dict[str, Counter[int]] = {}
@@ -98,22 +137,17 @@ class BlockManager:
         self._take(owner, pages)
         return pages
 
-    def match(self, identity: bytes, ids: tuple[int, ...], limit: int) -> tuple[tuple[int, ...], int]:
+    def match(self, prefix: Prefix, limit: int) -> tuple[tuple[int, ...], int]:
         """The longest cached prefix in whole pages of at most `limit` tokens: (pages, tokens).
 
         Takes no reference: call `retain` before anything else can allocate.
         """
         pages: list[int] = []
-        parent = _root(identity)
-        for start in range(0, min(limit, len(ids)) // self.page_size * self.page_size, self.page_size):
-            part = ids[start : start + self.page_size]
-            found = self._index.get(_chain(parent, part))
-            if found is None or not _same(found, parent, identity, part):
+        for link in prefix.links(limit // self.page_size):
+            found = self._index.get(link.key)
+            if found is None or not _same(found.link, link):
                 break
-            if found.page in self._idle:
-                self._idle.move_to_end(found.page)
             pages.append(found.page)
-            parent = found.key
         for page in reversed(pages):  # the deepest page is the first to go
             if page in self._idle:
                 self._idle.move_to_end(page)
@@ -137,22 +171,18 @@ class BlockManager:
             if self._references[page] == 0:
                 self._park(page)
 
-    def publish(self, identity: bytes, ids: tuple[int, ...], pages: Iterable[int]) -> None:
-        """Makes full pages findable: pages[i] holds ids[i * page_size : (i + 1) * page_size].
+    def publish(self, prefix: Prefix, pages: Sequence[int]) -> None:
+        """Makes full pages findable: pages[i] holds the tokens of the prefix's i-th page.
 
         Only verified content may be published, and only while an owner references it. A
         page whose content is already findable elsewhere stays private.
         """
-        parent = _root(identity)
-        for start, page in zip(range(0, len(ids) - self.page_size + 1, self.page_size), pages, strict=False):
-            part = ids[start : start + self.page_size]
-            key = _chain(parent, part)
-            known = self._index.get(key)
-            if known is not None and not _same(known, parent, identity, part):
-                return  # a digest collision: leave the page private
+        for link, page in zip(prefix.links(len(pages)), pages, strict=False):
+            known = self._index.get(link.key)
             if known is None:
-                self._add(CachedPage(key, parent, identity, part, page))
-            parent = key
+                self._add(CachedPage(link, page))
+            elif not _same(known.link, link):
+                return  # a digest collision: leave the page private
 
     def check_integrity(self) -> None:
         """Raises Internal for the first statement about the books that does not hold."""
@@ -160,29 +190,40 @@ class BlockManager:
         for held in self._owners.values():
             counted.update(held)
         free = set(self._free)
-        _require(len(free) == len(self._free), "a page is free twice")
-        for page in range(self.pages):
-            references = self._references[page]
-            _require(references >= 0, f"page {page} has {references} references")
-            _require(references == counted[page], f"page {page}: {references} references, {counted[page]} owned")
+        if len(free) != len(self._free):
+            raise _broken("a page is free twice")
+        for page, references in enumerate(self._references):
+            if references < 0:
+                raise _broken(f"page {page} has {references} references")
+            if references != counted[page]:
+                raise _broken(f"page {page}: {references} references, {counted[page]} owned")
             states = (page in free) + (references > 0) + (page in self._idle)
-            _require(states == 1, f"page {page} is in {states} states at once")
-            _require(not (page in free and page in self._cached), f"page {page} is free and findable")
+            if states != 1:
+                raise _broken(f"page {page} is in {states} states at once")
+            if page in free and page in self._cached:
+                raise _broken(f"page {page} is free and findable")
+        roots = {identity: _root(identity) for identity in {entry.link.identity for entry in self._cached.values()}}
         for page, entry in self._cached.items():
-            _require(entry.page == page and self._index.get(entry.key) is entry, f"page {page} is indexed wrongly")
-            _require(entry.key == _chain(entry.parent, entry.ids), f"page {page} does not match its key")
-            known = entry.parent == _root(entry.identity) or entry.parent in self._index
-            _require(known, f"page {page} hangs below a page that is gone")
-        _require(len(self._index) == len(self._cached), "the index and the cached pages differ in number")
+            link = entry.link
+            if entry.page != page or self._index.get(link.key) is not entry:
+                raise _broken(f"page {page} is indexed wrongly")
+            if link.key != _chain(link.parent, link.content):
+                raise _broken(f"page {page} does not match its key")
+            if link.parent != roots[link.identity] and link.parent not in self._index:
+                raise _broken(f"page {page} hangs below a page that is gone")
+        if len(self._index) != len(self._cached):
+            raise _broken("the index and the cached pages differ in number")
 
     def _add(self, entry: CachedPage) -> None:
+        link = entry.link
         if entry.page in self._cached:
             raise Internal(f"page {entry.page} is published already, with other content", field="pages")
         if self._references[entry.page] == 0:
             raise Internal(f"page {entry.page} is published by nobody who holds it", field="pages")
-        self._index[entry.key] = entry
+        self._index[link.key] = entry
         self._cached[entry.page] = entry
-        self._children.setdefault(entry.parent, set()).add(entry.key)
+        self._children.setdefault(link.parent, set()).add(link.key)
+        self.changes += 1
 
     def _take(self, owner: str, pages: tuple[int, ...]) -> None:
         held = self._owners.setdefault(owner, Counter()) if pages else Counter()
@@ -193,6 +234,7 @@ class BlockManager:
 
     def _park(self, page: int) -> None:
         """An unreferenced page becomes cached if it is findable, else free."""
+        self.changes += 1
         if page in self._cached:
             self._idle[page] = None
         else:
@@ -200,15 +242,16 @@ class BlockManager:
 
     def _evict(self, page: int) -> None:
         """Forgets a page and whatever hangs below it; unreferenced ones become free."""
-        doomed = [self._cached[page].key]
+        doomed = [self._cached[page].link.key]
         while doomed:
             entry = self._index.pop(doomed.pop())
-            doomed.extend(self._children.pop(entry.key, ()))
-            siblings = self._children.get(entry.parent)
+            parent = entry.link.parent
+            doomed.extend(self._children.pop(entry.link.key, ()))
+            siblings = self._children.get(parent)
             if siblings is not None:
-                siblings.discard(entry.key)
+                siblings.discard(entry.link.key)
                 if not siblings:
-                    del self._children[entry.parent]
+                    del self._children[parent]
             del self._cached[entry.page]
             self._idle.pop(entry.page, None)
             if self._references[entry.page] == 0:
@@ -219,15 +262,17 @@ def _root(identity: bytes) -> bytes:
     return sha256("prefix-root", identity)
 
 
-def _chain(parent: bytes, ids: tuple[int, ...]) -> bytes:
-    return sha256("prefix-page", (parent, ids))
+def _chain(parent: bytes, content: bytes) -> bytes:
+    """Both have a fixed length within one manager, so they need no tags between them."""
+    return hashlib.sha256(parent + content).digest()
 
 
-def _same(entry: CachedPage, parent: bytes, identity: bytes, ids: tuple[int, ...]) -> bool:
+def _same(found: Link, wanted: Link) -> bool:
     """What a digest found is what was looked for: the comparison after the hit (contract A9)."""
-    return (entry.parent, entry.identity, entry.ids) == (parent, identity, ids)
+    return found is wanted or (
+        found.parent == wanted.parent and found.identity == wanted.identity and found.content == wanted.content
+    )
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise Internal(otherwise, reason="PAGE_BOOKS", field="blocks")
+def _broken(otherwise: str) -> Internal:
+    return Internal(otherwise, reason="PAGE_BOOKS", field="blocks")

@@ -73,6 +73,8 @@ class PagedCache:
         self.storage = torch.zeros(self.layers, 2, *token, self.head_dim, dtype=self.dtype, device=config.device)
         self._slot_axis = 3 if self.heads_first else 2
         self._bytes = self._byte_view()
+        self.written = [0] * self.layers
+        """K and V rows that `write` has stored, per layer."""
 
     @property
     def capacity(self) -> int:
@@ -93,6 +95,7 @@ class PagedCache:
                 self.storage[layer, plane].index_copy_(1, slots, values.transpose(0, 1))
             else:
                 self.storage[layer, plane].index_copy_(0, slots, values)
+        self.written[layer] += slots.shape[0]
 
     def clear(self, slots: Tensor) -> None:
         """Zeroes slots [n] in every layer and plane."""

@@ -1,7 +1,12 @@
 """What must hold after a step, each statement under a name, and the comparison of two runs.
 
-Every check looks at one mechanism and takes the others' results as given, so that a report
-names the part at fault. In the order of diagnosis:
+While serving, both workers run `check_written` after every step: a count per layer, and the one
+check that costs nothing. `check_step` needs a trace of all tensors; it runs in `prefill()` and
+in tests, never while serving. `check_tokenizer` runs once, when a worker or a local runner is
+built.
+
+Every check of `check_step` looks at one mechanism and takes the others' results as given, so
+that a report names the part at fault. In the order of diagnosis:
 
     token_positions      each row's position is its token's place in the block table
     causality            a row sees its own sequence up to itself, within the window, no more
@@ -24,8 +29,9 @@ from pdserve.engine.attention import attend
 from pdserve.engine.batch import Batch
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, StepOutput, StepPlan
+from pdserve.engine.spec import ModelSpec
 from pdserve.engine.trace import LayerTrace, StepTrace
-from pdserve.errors import Internal
+from pdserve.errors import ConfigError, Internal
 
 # Largest difference per dtype between two correct ways to compute the same number, relative
 # to the largest absolute value of the tensor compared.
@@ -49,6 +55,29 @@ class Step:
             found.append((chunk, slice(row, row + len(chunk.ids))))
             row += len(chunk.ids)
         return found
+
+
+def check_tokenizer(spec: ModelSpec, tokens: int) -> None:
+    """Raises ConfigError for a tokenizer with more ids than the model has (A2.4); 0: there is none.
+
+    Embedding and output vocabulary are compared with the spec when an engine is built. A model
+    may have more ids than its tokenizer: padding rows, which no text gives.
+    """
+    if tokens > spec.vocab_size:
+        raise ConfigError(
+            f"it knows {tokens} ids, the model {spec.vocab_size}",
+            reason="SIZE_MISMATCH",
+            field="tokenizer",
+            remedy="use the model's own tokenizer",
+        )
+
+
+def check_written(plan: StepPlan, output: StepOutput) -> None:
+    """Raises Internal unless every layer stored K and V of exactly the step's tokens (A6.1)."""
+    tokens = sum(len(chunk.ids) for chunk in plan.chunks)
+    for layer, rows in enumerate(output.written):
+        if rows != tokens:
+            raise _broken("equal_lengths", f"layer {layer} stored {rows} of {tokens} tokens")
 
 
 def check_step(engine: Engine, trace: StepTrace, output: StepOutput, names: frozenset[str]) -> None:

@@ -100,11 +100,11 @@ class Engine:
 
         on_layer(layer) is called, in this thread, as soon as K and V of that layer are final
         for every chunk. cancelled() is asked between layers. trace collects what `checks`
-        compares. Raises InvalidRequest or
-        Internal before the first layer, Cancelled between layers; after either the pages'
-        written range is undefined.
+        compares. Raises InvalidRequest or Internal before the first layer, Cancelled between
+        layers; after either the pages' written range is undefined.
         """
         check_plan(plan, self.spec, self.cache)
+        before = tuple(self.cache.written)
         with torch.inference_mode():
             batch = lay_out(plan, self.cache)
             if trace is not None:
@@ -113,7 +113,8 @@ class Engine:
             scores = self.decoder_logits(x[batch.wanted_rows])
         out = torch.empty(scores.shape, dtype=wide(self.dtype), device=self.device)
         out.copy_(scores)  # outside inference mode: a sampler may change it in place
-        return StepOutput({key: out[first:end] for key, first, end in batch.wanted}, counters)
+        written = tuple(after - at for after, at in zip(self.cache.written, before, strict=True))
+        return StepOutput({key: out[first:end] for key, first, end in batch.wanted}, counters, written)
 
     def decoder_logits(self, x: Tensor) -> Tensor:
         """Rows of the residual stream [R, width] -> raw scores [R, vocab_size]."""

@@ -79,3 +79,4 @@ class StepOutput:
 
     logits: Mapping[str, Tensor]
     counters: StepCounters = field(default_factory=StepCounters)
+    written: tuple[int, ...] = ()  # K and V rows that each layer's cache has stored

@@ -1,7 +1,8 @@
 """One thread that owns the engine: messages in, results out, no shared state.
 
 Producer: any event loop, through `run`. Consumer: the engine thread. Bound: the callers'
-own (a worker has one step in flight).
+own (a worker has one step in flight). A step cannot be stopped from outside: one that hangs in
+a driver keeps the thread, and `close` leaves it behind after its limit.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ class EngineThread:
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix=name, initializer=torch.set_num_threads, initargs=(threads,)
         )
+        self._futures: set[Future[Any]] = set()  # of functions that have not ended
         self._closed = False
         self._steps = 0
         self._busy_since: float | None = None
@@ -54,13 +56,23 @@ class EngineThread:
         """
         if self._closed:
             raise Refused("the engine's thread is closed", reason="CLOSED")
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: self._call(lambda: function(*args, **kwargs)))
+        future = self._pool.submit(self._call, lambda: function(*args, **kwargs))
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return await asyncio.wrap_future(future)
 
-    def close(self) -> None:
-        """Waits for the function in progress, drops those that have not begun, joins the thread."""
+    def close(self, limit_s: float | None = None) -> bool:
+        """Drops what has not begun, waits up to `limit_s` (None: for ever) for what has, joins the thread.
+
+        False: a function still runs, and its thread keeps the interpreter from exiting.
+        """
         self._closed = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        running = [future for future in tuple(self._futures) if not future.done()]
+        if wait(running, limit_s).not_done:
+            return False
+        self._pool.shutdown(wait=True)
+        return True
 
     def _call(self, work: Callable[[], T]) -> T:
         self._busy_since = time.monotonic()

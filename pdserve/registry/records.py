@@ -13,6 +13,7 @@ DECODE = "decode"
 STARTING = "starting"
 READY = "ready"
 DRAINING = "draining"
+STALLED = "stalled"  # an engine step takes too long; READY again when it ends
 
 
 @dataclass(frozen=True)

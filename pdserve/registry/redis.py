@@ -58,8 +58,10 @@ _SNAPSHOT = """
 local rows = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local key = ARGV[1] .. id
-  local row = redis.call('HMGET', key, 'record', 'state', 'load')
-  if row[1] then
+  local row = redis.pcall('HMGET', key, 'record', 'state', 'load')
+  if row['err'] then
+    rows[#rows + 1] = {id, false, false, false, 0}
+  elseif row[1] then
     rows[#rows + 1] = {id, row[1], row[2], row[3], redis.call('PTTL', key)}
   else
     redis.call('SREM', KEYS[1], id)
@@ -193,6 +195,9 @@ def _bad_url(shown: str, problem: str) -> ConfigError:
 
 def _read(row: list[Any]) -> LiveRecord | None:
     worker_id, record, state, load, left_ms = row
+    if record is None or state is None or load is None:
+        log.warning("a worker record in Redis lacks fields and is left out: %r", worker_id)
+        return None
     try:
         message = registry_pb2.WorkerRecord.FromString(record)
         message.status.state = state.decode()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NoReturn
 
+from cache_transfer.contract import WorkerContract
 from cache_transfer.wire import contract_from_proto, contract_to_proto, endpoint_from_proto, endpoint_to_proto
 from pdserve.errors import InvalidRequest
-from pdserve.registry.records import DECODE, DRAINING, PREFILL, READY, STARTING, LiveRecord, Load, WorkerRecord
-from pdserve.v1 import gateway_pb2, registry_pb2
+from pdserve.registry.records import DECODE, DRAINING, PREFILL, READY, STALLED, STARTING, LiveRecord, Load, WorkerRecord
+from pdserve.v1 import common_pb2, gateway_pb2, registry_pb2
 
 MAX_RECORD_BYTES = 256 * 1024  # serialized
 MAX_NAME = 128  # characters of a worker id
@@ -18,8 +20,9 @@ INCARNATION_BYTES = 16
 MAX_LEASE_MS = 3_600_000
 
 ROLES = (PREFILL, DECODE)
-STATES = (STARTING, READY, DRAINING)
+STATES = (STARTING, READY, STALLED, DRAINING)
 
+_REMEMBERED_CONTRACTS = 128
 _LOAD_FIELDS = tuple(field.name for field in gateway_pb2.Load.DESCRIPTOR.fields)
 
 
@@ -68,6 +71,7 @@ def record_from_proto(message: registry_pb2.WorkerRecord) -> WorkerRecord:
     _check_count("transfer", len(message.transfer), 0)
     if status.role == PREFILL and message.transfer:
         _fail("transfer", "is set", "no transfer listeners for a prefill worker")
+    contract, digest = _read_contract(status.contract.SerializeToString(deterministic=True))
     record = WorkerRecord(
         worker_id=check_worker_id(status.worker_id),
         role=_one_of("role", status.role, ROLES),
@@ -76,13 +80,20 @@ def record_from_proto(message: registry_pb2.WorkerRecord) -> WorkerRecord:
         model=_text("model", status.model, MAX_MODEL),
         endpoints=tuple(endpoint_from_proto(endpoint) for endpoint in status.endpoints),
         transfer=tuple(endpoint_from_proto(endpoint) for endpoint in message.transfer),
-        contract=contract_from_proto(status.contract),
+        contract=contract,
         load=load_from_proto(status.load),
         lease_s=message.lease_ms / 1000,
     )
-    if status.contract_digest != record.contract.digest():
+    if status.contract_digest != digest:
         _fail("contract_digest", "is not the digest of the contract", "the SHA-256 that docs/protocol.md describes")
     return record
+
+
+@lru_cache(maxsize=_REMEMBERED_CONTRACTS)
+def _read_contract(data: bytes) -> tuple[WorkerContract, bytes]:
+    """The contract and its digest. Remembered: every snapshot brings the same few again."""
+    contract = contract_from_proto(common_pb2.WorkerContract.FromString(data))
+    return contract, contract.digest()
 
 
 def live_to_proto(live: LiveRecord) -> registry_pb2.WorkerRecord:

@@ -23,16 +23,17 @@ class Background:
         task.add_done_callback(self._ended)
         return task
 
-    async def stop(self) -> None:
-        """Cancels every task and returns when all have ended."""
+    async def stop(self, limit_s: float) -> tuple[str, ...]:
+        """Cancels every task and waits for their ends; the names of those that still run after `limit_s`."""
         for task in tuple(self._tasks):
             task.cancel()
-        await self.join()
-
-    async def join(self) -> None:
-        """Returns when every task has ended by itself."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        try:
+            async with asyncio.timeout(limit_s):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+        except TimeoutError:
+            pass
+        return tuple(sorted(task.get_name() for task in self._tasks))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

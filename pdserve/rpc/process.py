@@ -1,6 +1,10 @@
 """A service as a process of its own: signals, one ready line, one line per error, an exit status.
 
-start() --ready line--> serving --SIGTERM, SIGINT, or the end of standard input--> drain() --> stop()
+start() --ready line--> serving --SIGTERM, SIGINT, or the end of standard input--> drain() --> stop() --> exit
+
+Each of these steps is bounded by the service. What is left then cannot be ended from inside: a
+thread that hangs in a step or a driver, which Python would wait for without limit at exit. So
+`EXIT_S` after stop() the process ends by force, with status 1.
 """
 
 from __future__ import annotations
@@ -11,11 +15,15 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from pdserve.errors import CheckpointError, ConfigError, Internal, PdserveError
 
+log = logging.getLogger(__name__)
+
+EXIT_S = 10.0  # for connections to close and threads to end, once the service has stopped
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -71,8 +79,24 @@ async def serve(service: Service, ready: Callable[[], str], stopping: asyncio.Ev
         await service.drain()
     finally:
         await service.stop()
+    _exit_by_force_after(EXIT_S)
     if service.broken.is_set():
         raise Internal("the service failed", remedy="see its log")
+
+
+def _exit_by_force_after(seconds: float) -> None:
+    """Ends the process then, unless it has ended by itself before."""
+
+    def force() -> None:
+        left = [thread.name for thread in threading.enumerate() if not thread.daemon]
+        log.critical("the process does not end by itself, threads left: %s", ", ".join(left))
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, force)
+    timer.daemon = True
+    timer.start()
 
 
 async def _until_stopped(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], stop_with_stdin: bool) -> None:

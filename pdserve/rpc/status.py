@@ -59,6 +59,14 @@ _BY_CODE: dict[grpc.StatusCode, type[PdserveError]] = {
 }
 _BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
+# What a call that breaks on its way ends with. Our servers never do without a detail.
+_LOST_CODES = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,  # not by us: our own cancellation never reads the status
+    grpc.StatusCode.INTERNAL,  # a reset stream
+    grpc.StatusCode.UNKNOWN,
+)
+
 _KINDS = {
     "must_equal": common_pb2.DIFFERENCE_CLASS_MUST_EQUAL,
     "convertible": common_pb2.DIFFERENCE_CLASS_CONVERTIBLE,
@@ -125,6 +133,16 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> PdserveError:
     cls = _class_of(code, common_pb2.ErrorDetail())
     reason = code.name if code in _FOREIGN else ""
     return cls(f"{place}{text or code.name}", reason=reason, remedy=_foreign_remedy(code, address))
+
+
+def has_detail(error: grpc.RpcError) -> bool:
+    """The peer's own error came with the status."""
+    return _detail_of(error) is not None
+
+
+def is_lost(error: grpc.RpcError) -> bool:
+    """The call broke at the transport: nobody said why it failed, and the same call may succeed elsewhere."""
+    return _status_of(error)[0] in _LOST_CODES and not has_detail(error)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:

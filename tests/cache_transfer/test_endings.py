@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from cache_transfer.memory import _ReceiverEnd
+from cache_transfer.messages import Ack, Response
 from cache_transfer.receiver import ReceiverSettings
 from cache_transfer.tickets import make_opening
 from cache_transfer.waiting import Deadline, settle
@@ -83,12 +85,12 @@ async def test_a_reissued_attempt_takes_over(kind: str) -> None:
         handoff_id, old = await start_gated(pair)
         pair.host.gated = False
         ticket = pair.book.reissue(handoff_id)
+        revoking = asyncio.create_task(pair.receiver.revoke(handoff_id))
         pair.host.asked.clear()
         identity = pair.issue(TOKENS)[1]
         sender = pair.sender(ticket, identity, pair.source(TOKENS, seed=2))
         new = asyncio.create_task(sender.run())
         pair.announce_all(sender, TOKENS)
-        revoking = asyncio.create_task(pair.receiver.revoke(handoff_id, ticket.attempt - 1))
         pair.host.gate.set()
         await asyncio.wait_for(revoking, WAIT_S)
         with pytest.raises(Fenced):
@@ -338,3 +340,19 @@ async def test_settle_outlasts_cancellation() -> None:
     future.set_exception(DataLoss("seen"))
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_an_acknowledgement_that_nobody_takes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def write(self: _ReceiverEnd, message: Response) -> None:
+        if isinstance(message, Ack):
+            await asyncio.Event().wait()  # the sender's window stays closed
+        self.responses.put_nowait(message)
+
+    monkeypatch.setattr(_ReceiverEnd, "write", write)
+    async with make_pair("memory", settings=ReceiverSettings(idle_timeout_s=0.2)) as pair:
+        ticket, identity = pair.issue(TOKENS)
+        sender = pair.sender(ticket, identity, pair.source(TOKENS))
+        pair.announce_all(sender, TOKENS)
+        with pytest.raises(DeadlineExceeded, match="the acknowledgement"):
+            await sender.run()
+        assert pair.receiver.active == 0 and len(pair.host.done) == 1

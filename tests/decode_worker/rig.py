@@ -27,6 +27,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, StepCounters, StepPlan
 from pdserve.local import LocalOutput, LocalRunner
 from pdserve.registry.records import Registry
+from pdserve.registry.settings import RegistrySettings
 from pdserve.request import SamplingParams
 from pdserve.rpc.channel import channel
 from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
@@ -266,6 +267,7 @@ async def rig(
     prefill: Engine | None = None,
     bundle: Bundle | None = None,
     registry: Registry | None = None,
+    announced: RegistrySettings | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """Starts a worker; at the end checks that nothing leaked, and stops it."""
@@ -274,7 +276,8 @@ async def rig(
     logger.setLevel(logging.DEBUG)
     engine = decode or tiny_engine(deterministic=True)
     own = prefill or tiny_engine(deterministic=True, pages=512)
-    worker = DecodeWorker(engine, bundle, DecodeSettings(**{"reap_s": 0.02, "grace_s": 1.0, **settings}), registry)
+    given = {"reap_s": 0.02, "grace_s": 1.0, "registry": announced or RegistrySettings(), **settings}
+    worker = DecodeWorker(engine, bundle, DecodeSettings(**given), registry)
     source = Prefill(own)
     if bundle is not None:
         source.contract = own.contract(bundle.digest())

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
 from decode_worker.sampling import (
     Choice,
     Sampler,
+    _greedy_batch,
     draw,
     filtered,
     gumbel,
@@ -34,6 +35,7 @@ from pdserve.errors import Internal
 from pdserve.request import SamplingParams
 
 VOCAB = 49152
+GREEDY = SamplingParams(temperature=0, seed=0)
 Floats = NDArray[np.float64]
 
 FILTERS = [
@@ -296,3 +298,36 @@ def test_noise_is_uniform_over_a_vocabulary() -> None:
 
 NOISE_KEY_0 = 16294208416658607535
 NOISE_BITS = [2618751803949887, 4046721438692068]
+
+
+@pytest.mark.parametrize("first", ["cpu", "meta"])
+def test_rows_of_several_devices_are_kept_apart(first: str) -> None:
+    """A new request's logits are on the host, a running one's on the device; here that is one without data."""
+    logits = random_logits(1, 50)
+    rows = {
+        "cpu": row(Sampler(GREEDY, (1,)), logits),
+        "meta": (Sampler(GREEDY, (1,)), torch.empty(50, device="meta")),
+    }
+    order = [first, *({"cpu", "meta"} - {first})]
+    outcome = dict(zip(order, sample([rows[name] for name in order]), strict=True))
+    assert outcome["cpu"] == Choice(int(logits.argmax()))
+    failed = outcome["meta"]
+    assert isinstance(failed, Internal) and failed.reason == "SAMPLER_FAILED"
+
+
+def test_rows_away_from_the_host_are_reduced_together() -> None:
+    rows = [torch.from_numpy(random_logits(n, 50)) for n in range(3)]
+    rows[1][7] = float("nan")
+    outcome = _greedy_batch(rows)
+    assert [outcome[0], outcome[2]] == [Choice(int(rows[0].argmax())), Choice(int(rows[2].argmax()))]
+    failed = outcome[1]
+    assert isinstance(failed, Internal) and failed.reason == "LOGITS_NOT_FINITE"
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0, seed=0), SamplingParams(seed=0)])
+def test_an_unexpected_error_fails_its_row_alone(params: SamplingParams) -> None:
+    good, bad = random_logits(1, 50), torch.tensor(1.0)  # of no dimension: no row
+    outcome = sample([(Sampler(params, (1,)), bad), row(Sampler(GREEDY, (1,)), good)])
+    failed = outcome[0]
+    assert isinstance(failed, Internal) and failed.reason == "SAMPLER_FAILED"
+    assert outcome[1] == Choice(int(good.argmax()))

@@ -12,7 +12,7 @@ from decode_worker.scheduler import Scheduler
 from decode_worker.sequence import FirstLogits, Outcome, Sequence, State
 from decode_worker.step import DecodeOutput
 from decode_worker.stream import EventStream
-from pdserve.engine.blocks import BlockManager
+from pdserve.engine.blocks import BlockManager, Prefix
 from pdserve.engine.plan import Chunk, StepCounters
 from pdserve.errors import Exhausted, Internal, Refused
 from pdserve.request import SamplingParams
@@ -39,7 +39,7 @@ class Bench:
             request=DecodeRequest(key, "", tenant, None, ids, (), 0, params, CONTRACT),
             generation=Generation(ids, params, output),
             stream=EventStream(limit=4),
-            cache_identity=tenant.encode(),
+            prefix=Prefix(tenant.encode(), ids, 4),
             cache_tokens=len(ids) + output - 1 if output > 1 else 0,
         )
         self.scheduler.submit(made)
@@ -84,7 +84,7 @@ def test_a_grant_covers_all_future_growth() -> None:
     assert [(c.start, len(c.pages)) for c in chunks] == [(6, 2), (7, 2), (8, 3), (9, 3)]
     assert bench.left == [Outcome("a", State.DONE)] and bench.blocks.held_count == 0
     # What was cached is findable: the prompt and all output but the last token, in full pages.
-    assert bench.blocks.match(b"t", (*prompt(6), 7, 7, 7, 7, 7), 99)[1] == 8
+    assert bench.blocks.match(Prefix(b"t", (*prompt(6), 7, 7, 7, 7, 7), 4), 99)[1] == 8
 
 
 def test_a_prefix_is_pinned_until_its_sequence_leaves() -> None:

@@ -73,7 +73,7 @@ class Process:
 
     def start(self) -> None:
         with self.log.open("wb") as log:
-            self._popen = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log)
+            self._popen = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
 
     def read_ready(self) -> str:
         """The line by which it says that it serves. Raises AssertionError with its log if it does not."""

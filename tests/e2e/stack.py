@@ -25,6 +25,7 @@ from pdserve.local import LocalRunner
 from pdserve.registry.records import Registry
 from pdserve.registry.settings import RegistrySettings
 from pdserve.request import SamplingParams
+from pdserve.rpc.channel import ChannelPool
 from pdserve.tokenizer import Bundle
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from prefill_worker.settings import PrefillSettings
@@ -73,6 +74,7 @@ class Stack:
 
     router: Router
     client: AsyncClient
+    channels: ChannelPool  # to the workers, for what a test asks them itself
     prefills: list[PrefillWorker] = field(default_factory=list)
     decodes: list[DecodeWorker] = field(default_factory=list)
     hosts: list[WatchedHost] = field(default_factory=list)  # one per decode worker
@@ -176,7 +178,7 @@ class Stack:
         return response
 
     def _stub(self, worker: Worker) -> Any:
-        return worker_pb2_grpc.WorkerStub(self.router.channels.get(worker.address))
+        return worker_pb2_grpc.WorkerStub(self.channels.get(worker.address))
 
     @staticmethod
     def _common(letter: str, number: int) -> dict[str, Any]:
@@ -204,7 +206,7 @@ async def stack(**settings: Any) -> AsyncIterator[Stack]:
     router = Router(RouterSettings(**{"port": 0, "http_port": 0, "refresh_s": 0.05, "registry": LEASE, **settings}))
     await router.start()
     async with AsyncClient(router.address) as client:
-        made = Stack(router, client)
+        made = Stack(router, client, ChannelPool())
         try:
             yield made
             await made.check_free()
@@ -212,6 +214,7 @@ async def stack(**settings: Any) -> AsyncIterator[Stack]:
             for worker in made.workers:
                 await worker.stop()
             await router.stop()
+            await made.channels.close()
 
 
 @asynccontextmanager

@@ -23,7 +23,18 @@ from pdserve.errors import Unavailable
 from pdserve.local import LocalRunner
 from pdserve.request import SamplingParams
 from router.wire import WORKER_LOST
-from tests.e2e.processes import LEASE_S, WAIT_S, WORKERS, Installation, check_free, installation, model, names, until
+from tests.e2e.processes import (
+    LEASE_S,
+    START_S,
+    WAIT_S,
+    WORKERS,
+    Installation,
+    check_free,
+    installation,
+    model,
+    names,
+    until,
+)
 from tests.e2e.stack import read_tokens
 from tests.engine.tiny import prompt
 
@@ -178,18 +189,20 @@ async def test_a_terminated_worker_lets_its_stream_finish(
 def test_redis_down_at_start_is_one_clear_error(tmp_path: Path, house: Installation) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"redis://127.0.0.1:{unused.getsockname()[1]}/0"
-    started = {
-        module: subprocess.Popen(
-            [sys.executable, "-m", module, "--config", str(house.config), "--registry", url],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for module in ("router", "prefill_worker", "decode_worker")
-    }
-    for module, process in started.items():
-        out, err = process.communicate(timeout=WAIT_S)
-        assert process.returncode not in (0, None) and out == ""
+    started: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for module in ("router", "prefill_worker", "decode_worker"):
+            command = [sys.executable, "-m", module, "--config", str(house.config), "--registry", url]
+            started[module] = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+            )
+        ends = {module: (*process.communicate(timeout=START_S), process) for module, process in started.items()}
+    finally:
+        for process in started.values():
+            process.kill()
+            process.communicate()
+    for module, (out, err, process) in ends.items():
+        assert process.returncode > 0 and out == ""
         (line,) = err.splitlines()
         assert line.startswith(f"{module}: registry.url: ") and url.removesuffix("/0") in line
         assert "start Redis there" in line

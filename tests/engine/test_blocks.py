@@ -7,10 +7,14 @@ import random
 import pytest
 
 from pdserve.engine import blocks
-from pdserve.engine.blocks import BlockManager
+from pdserve.engine.blocks import BlockManager, CachedPage, Link, Prefix
 from pdserve.errors import ConfigError, Exhausted, Internal
 
 A, B = b"tenant-a", b"tenant-b"
+
+
+def prefix(identity: bytes, ids: tuple[int, ...], page_size: int = 2) -> Prefix:
+    return Prefix(identity, ids, page_size)
 
 
 def test_allocate_release_and_counts() -> None:
@@ -30,30 +34,30 @@ def test_allocate_release_and_counts() -> None:
 def test_published_prefix_is_found_shared_and_evicted_last_page_first() -> None:
     manager = BlockManager(4, 2)
     pages = manager.allocate("r", 3)
-    manager.publish(A, (1, 2, 3, 4, 5), pages)  # the third page is not full
-    assert manager.match(A, (1, 2, 3, 4, 5, 6), 6) == (pages[:2], 4)
-    assert manager.match(A, (1, 2, 3, 4), 3) == (pages[:1], 2)
-    assert manager.match(A, (1, 2, 9, 4), 4) == (pages[:1], 2)
-    assert manager.match(B, (1, 2, 3, 4), 4) == ((), 0)
+    manager.publish(prefix(A, (1, 2, 3, 4, 5)), pages)  # the third page is not full
+    assert manager.match(prefix(A, (1, 2, 3, 4, 5, 6)), 6) == (pages[:2], 4)
+    assert manager.match(prefix(A, (1, 2, 3, 4)), 3) == (pages[:1], 2)
+    assert manager.match(prefix(A, (1, 2, 9, 4)), 4) == (pages[:1], 2)
+    assert manager.match(prefix(B, (1, 2, 3, 4)), 4) == ((), 0)
     manager.retain("s", pages[:2])
     manager.release("r")
     assert (manager.held_count, manager.cached_count) == (2, 0)
     manager.release("s")
     assert (manager.held_count, manager.cached_count, manager.available_count) == (0, 2, 4)
     manager.allocate("t", 3)  # evicts one: the deeper page, the shallow one is still a prefix
-    assert manager.match(A, (1, 2, 3, 4), 4) == (pages[:1], 2)
+    assert manager.match(prefix(A, (1, 2, 3, 4)), 4) == (pages[:1], 2)
     manager.check_integrity()
 
 
 def test_evicting_a_page_forgets_what_hangs_below_it() -> None:
     manager = BlockManager(3, 1)
     first = manager.allocate("a", 1)
-    manager.publish(A, (1,), first)
+    manager.publish(prefix(A, (1,), 1), first)
     second = manager.allocate("b", 1)
-    manager.publish(A, (1, 2), first + second)
+    manager.publish(prefix(A, (1, 2), 1), first + second)
     manager.release("a")  # the parent is idle, the child still held
     manager.allocate("c", 2)
-    assert manager.match(A, (1, 2), 2) == ((), 0)
+    assert manager.match(prefix(A, (1, 2), 1), 2) == ((), 0)
     manager.check_integrity()
     manager.release("b")
     assert (manager.held_count, manager.cached_count) == (2, 0)
@@ -64,12 +68,12 @@ def test_content_is_compared_even_when_digests_collide(monkeypatch: pytest.Monke
     monkeypatch.setattr(blocks, "_chain", lambda parent, ids: b"same")
     monkeypatch.setattr(blocks, "_root", lambda identity: b"root")
     manager = BlockManager(4, 2)
-    manager.publish(A, (1, 2), manager.allocate("r", 1))
-    assert manager.match(A, (1, 2), 2)[1] == 2
-    assert manager.match(A, (1, 3), 2) == ((), 0)
-    assert manager.match(B, (1, 2), 2) == ((), 0)
-    manager.publish(B, (1, 2), manager.allocate("s", 1))  # stays private
-    assert manager.match(B, (1, 2), 2) == ((), 0)
+    manager.publish(prefix(A, (1, 2)), manager.allocate("r", 1))
+    assert manager.match(prefix(A, (1, 2)), 2)[1] == 2
+    assert manager.match(prefix(A, (1, 3)), 2) == ((), 0)
+    assert manager.match(prefix(B, (1, 2)), 2) == ((), 0)
+    manager.publish(prefix(B, (1, 2)), manager.allocate("s", 1))  # stays private
+    assert manager.match(prefix(B, (1, 2)), 2) == ((), 0)
 
 
 def test_misuse_is_an_internal_error() -> None:
@@ -77,12 +81,12 @@ def test_misuse_is_an_internal_error() -> None:
     with pytest.raises(Internal):
         manager.retain("r", (0,))
     (page,) = manager.allocate("r", 1)
-    manager.publish(A, (1, 2), (page,))
+    manager.publish(prefix(A, (1, 2)), (page,))
     with pytest.raises(Internal):
-        manager.publish(A, (3, 4), (page,))
+        manager.publish(prefix(A, (3, 4)), (page,))
     manager.release("r")
     with pytest.raises(Internal):
-        manager.publish(A, (5, 6), (1,))
+        manager.publish(prefix(A, (5, 6)), (1,))
     with pytest.raises(ConfigError):
         BlockManager(0, 2)
 
@@ -91,14 +95,14 @@ def test_misuse_is_an_internal_error() -> None:
 def test_check_integrity_sees_broken_books(fault: str) -> None:
     manager = BlockManager(4, 2)
     pages = manager.allocate("r", 2)
-    manager.publish(A, (1, 2), pages)
+    manager.publish(prefix(A, (1, 2)), pages)
     manager.check_integrity()
     if fault == "references":
         manager._references[pages[0]] = -1
     elif fault == "free and held":
         manager._free.append(pages[1])
     else:
-        manager._cached[pages[0]] = blocks.CachedPage(b"k", b"p", A, (1, 2), pages[0])
+        manager._cached[pages[0]] = CachedPage(Link(b"k", b"p", A, b"12"), pages[0])
     with pytest.raises(Internal) as error:
         manager.check_integrity()
     assert error.value.reason == "PAGE_BOOKS"
@@ -114,7 +118,7 @@ def test_ten_thousand_random_steps_on_eight_pages() -> None:
         action = draw.random()
         if action < 0.45:
             owner = f"r{step}"
-            found, tokens = manager.match(identity, ids, len(ids) - 1)
+            found, tokens = manager.match(prefix(identity, ids), len(ids) - 1)
             for index, page in enumerate(found):
                 assert contents[page] == (identity, ids[: (index + 1) * size])
             manager.retain(owner, found)
@@ -131,7 +135,8 @@ def test_ten_thousand_random_steps_on_eight_pages() -> None:
         elif owners:
             owner = draw.choice(list(owners))
             if action < 0.7:
-                manager.publish(*owners[owner])
+                of, written, pages = owners[owner]
+                manager.publish(prefix(of, written), pages)
             else:
                 manager.release(owner)
                 del owners[owner]
@@ -141,3 +146,44 @@ def test_ten_thousand_random_steps_on_eight_pages() -> None:
     for owner in list(owners):
         manager.release(owner)
     assert manager.held_count == 0 and not manager.holdings()
+
+
+def test_every_page_of_a_sequence_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt is looked for, published, and published again with its output."""
+    hashed: list[bytes] = []
+    chain = blocks._chain
+
+    def counted(parent: bytes, content: bytes) -> bytes:
+        hashed.append(content)
+        return chain(parent, content)
+
+    monkeypatch.setattr(blocks, "_chain", counted)
+    manager = BlockManager(600, 16)
+    ids = tuple(range(8192))
+    sequence = Prefix(A, ids, 16)
+    assert manager.match(sequence, len(ids) - 1) == ((), 0)
+    assert len(hashed) == 1  # nothing is there, so nothing after the first page is asked for
+    pages = manager.allocate("r", 514)
+    manager.publish(sequence, pages[:512])
+    for _ in range(3):
+        assert manager.match(sequence, len(ids)) == (pages[:512], len(ids))
+    assert len(hashed) == 512
+    sequence.extend(range(40))
+    manager.publish(sequence, pages)
+    assert len(hashed) == 514
+    again = Prefix(A, (*ids, *range(40)), 16)
+    assert manager.match(again, 8192 + 40) == (pages, 8192 + 32)
+
+
+def test_changes_tell_when_a_request_may_fit_that_did_not() -> None:
+    manager = BlockManager(4, 2)
+    pages = manager.allocate("r", 3)
+    before = manager.changes
+    with pytest.raises(Exhausted):
+        manager.allocate("s", 2)
+    assert manager.changes == before
+    manager.publish(prefix(A, (1, 2)), pages)
+    assert manager.changes > before
+    before = manager.changes
+    manager.release("r")
+    assert manager.changes > before

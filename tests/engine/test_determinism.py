@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.engine.blocks import BlockManager
+from pdserve.engine.blocks import BlockManager, Prefix
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk
 from tests.engine.tiny import prompt, run, spec, tiny_engine
@@ -80,9 +80,9 @@ def test_reused_prefix_and_resume_equal_the_uninterrupted_run(dtype: str) -> Non
     ids = prompt(50, seed=4)
     first = manager.allocate("first", 4)
     want = run(engine, Chunk("r", ids, 0, first)).logits["r"]
-    manager.publish(b"same", ids, first)
+    manager.publish(Prefix(b"same", ids, PAGE), first)
     for limit in (16, 32, 48):
-        pages, tokens = manager.match(b"same", ids, limit)
+        pages, tokens = manager.match(Prefix(b"same", ids, PAGE), limit)
         assert tokens == limit
         owner = f"reuse {limit}"
         manager.retain(owner, pages)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine import attention, batch, blocks, checks, engine
-from pdserve.engine.blocks import BlockManager
+from pdserve.engine.blocks import BlockManager, Prefix
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.engine import Engine, Reads
 from pdserve.engine.plan import Chunk, EngineConfig, StepOutput, StepPlan
@@ -179,12 +179,12 @@ def test_cache_of_another_adapter_is_not_reused(monkeypatch: pytest.MonkeyPatch)
     manager = BlockManager(8, 4)
     pages = manager.allocate("under a", 3)
     run(first, Chunk("r", ids, 0, pages))
-    manager.publish(b"adapter a", ids, pages)
+    manager.publish(Prefix(b"adapter a", ids, 4), pages)
     want = run(second, Chunk("r", ids, 0, manager.allocate("fresh", 3))).logits["r"]
-    assert manager.match(b"adapter b", ids, 8) == ((), 0)
+    assert manager.match(Prefix(b"adapter b", ids, 4), 8) == ((), 0)
 
     monkeypatch.setattr(blocks, "_same", lambda *_: True)
-    found, tokens = manager.match(b"adapter b", ids, 8)
+    found, tokens = manager.match(Prefix(b"adapter b", ids, 4), 8)
     assert tokens == 8
     manager.retain("polluted", found)
     table = found + manager.allocate("polluted", 1)

@@ -71,3 +71,22 @@ async def test_a_cancelled_caller_withdraws_work_not_begun() -> None:
     await first
     await asyncio.to_thread(runner.close)
     assert not ran and runner.steps == 1
+
+
+async def test_close_leaves_behind_what_does_not_end() -> None:
+    runner, begun, release, ran = EngineThread(), threading.Event(), threading.Event(), list[str]()
+
+    def hang() -> None:
+        begun.set()
+        release.wait(10)
+
+    stuck = asyncio.ensure_future(runner.run(hang))
+    await asyncio.to_thread(begun.wait, 10)
+    waiting = asyncio.ensure_future(runner.run(ran.append, "waiting"))
+    await asyncio.wait({waiting}, timeout=0)
+    assert not await asyncio.to_thread(runner.close, 0.05)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    release.set()
+    await stuck
+    assert await asyncio.to_thread(runner.close, 10) and not ran

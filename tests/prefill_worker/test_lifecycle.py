@@ -8,7 +8,9 @@ from typing import TypeVar
 
 import pytest
 import torch
+from torch import Tensor
 
+from pdserve.engine.cache import PagedCache
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import (
@@ -22,9 +24,12 @@ from pdserve.errors import (
     Refused,
     Unavailable,
 )
+from pdserve.registry import pool_worker
+from prefill_worker.scheduler import State
 from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
-from tests.engine.tiny import prompt, tiny_engine, tiny_model
+from tests.decode_worker.small_bundle import small_bundle
+from tests.engine.tiny import prompt, spec, tiny_engine, tiny_model
 from tests.prefill_worker.rig import check_equal, gated_engine, local, rig
 
 T = TypeVar("T")
@@ -207,6 +212,55 @@ async def test_a_model_that_makes_nan_hands_nothing_over() -> None:
             await made.send(made.request(prompt(9)))
         assert failure.value.reason == "LOGITS_NOT_FINITE"
         assert not made.decode.received
+        await made.idle(within_s=1.0)
+        assert made.worker.blocks.cached_count == 0  # nobody finds what made it
+
+
+async def test_a_layer_that_misses_a_token_hands_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = PagedCache.write
+
+    def lossy(self: PagedCache, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        keep = len(slots) - (layer == 1)
+        write(self, layer, slots[:keep], k[:keep], v[:keep])
+
+    async with rig() as made:
+        monkeypatch.setattr(PagedCache, "write", lossy)
+        with pytest.raises(Internal) as failure:
+            await made.send(made.request(prompt(9)))
+        assert failure.value.reason == "equal_lengths" and "layer 1 stored 8 of 9" in str(failure.value)
+        assert not made.decode.received
+        await made.idle(within_s=1.0)
+        assert made.worker.blocks.cached_count == 0
+
+
+async def test_a_stuck_step_does_not_keep_the_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_worker, "SETTLE_S", 0.2)
+    engine = gated_engine()
+    async with rig(prefill=engine, grace_s=0.0) as made:
+        call = made.start(made.request(prompt(9)))
+        await soon(engine.reached.wait())
+        try:
+            await soon(made.worker.stop())
+            assert "1 requests with 3 pages are abandoned" in caplog.text
+            assert "an engine step that does not end is abandoned" in caplog.text
+            with pytest.raises(Unavailable):
+                await made.outcome(call)
+        finally:
+            engine.open()
+        assert made.worker._thread.close(5.0)
+        [job] = made.worker.pipeline.jobs.values()  # its pages were not given back under the step
+        assert made.worker.blocks.held_count == 3
+        made.worker.pipeline.scheduler.release(job.prompt, State.ABORTED)
+        made.worker.pipeline.quiet.set()
+
+
+async def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
+    bundle = small_bundle()
+    with pytest.raises(ConfigError) as failure:
+        PrefillWorker(tiny_engine(spec(vocab_size=bundle.vocab_size - 1)), bundle, PrefillSettings())
+    assert (failure.value.reason, failure.value.field) == ("SIZE_MISMATCH", "tokenizer")
 
 
 async def test_drain_lets_running_prompts_finish_and_takes_no_new_one() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.engine.blocks import BlockManager
+from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.plan import StepPlan
 from pdserve.errors import ConfigError, Exhausted
 from prefill_worker.scheduler import Prompt, Scheduler, State
 from prefill_worker.settings import PrefillSettings
@@ -22,13 +23,21 @@ def scheduler(pages: int = 64, chunk_tokens: int = 16, max_queue: int = 8, max_r
 
 
 def made(owner: str, length: int, *, first: int = 0, deadline: float = 100.0, queue: float = 100.0) -> Prompt:
-    return Prompt(owner, tuple(range(first, first + length)), b"same", deadline, queue)
+    ids = tuple(range(first, first + length))
+    return Prompt(owner, ids, Prefix(b"same", ids, 4), deadline, queue)
+
+
+def book(chosen: Scheduler) -> StepPlan:
+    """Runs the next step: every prompt that it completes turns out sound."""
+    plan, prompts = chosen.plan()
+    for prompt in chosen.apply(plan, prompts):
+        chosen.commit(prompt)
+    return plan
 
 
 def sizes(chosen: Scheduler) -> dict[str, int]:
     """Tokens per prompt of the next step, which is then booked."""
-    plan, prompts = chosen.plan()
-    chosen.apply(plan, prompts)
+    plan = book(chosen)
     return {chunk.key: len(chunk.ids) for chunk in plan.chunks}
 
 
@@ -50,7 +59,9 @@ def test_one_prompt_goes_through_its_states() -> None:
     assert s.apply(plan, prompts) == [] and str(prompt.state) == "running"
     plan, prompts = s.plan()
     assert [(c.start, len(c.ids), c.logits) for c in plan.chunks] == [(16, 4, "last")]
-    assert s.apply(plan, prompts) == [prompt] and str(prompt.state) == "committed"
+    assert s.apply(plan, prompts) == [prompt] and str(prompt.state) == "running"
+    s.commit(prompt)
+    assert str(prompt.state) == "committed"
     assert s.plan() == (type(plan)(()), []) and prompt.chunks == 2
     assert s.blocks.held_count == 5  # until decode has acknowledged
     s.release(prompt, State.RELEASED)
@@ -121,10 +132,8 @@ def test_a_prefix_is_found_again_but_never_the_last_token() -> None:
         s.submit(prompt)
         s.admit(0.0)
         assert (prompt.cached, prompt.done) == (cached, cached), owner
-        plan, prompts = s.plan()
-        assert plan.chunks[0].start == cached
-        s.apply(plan, prompts)
-        s.apply(*s.plan())
+        assert book(s).chunks[0].start == cached
+        book(s)
         s.release(prompt, State.RELEASED)
     empty(s)
 
@@ -191,3 +200,42 @@ def test_settings_that_cannot_work_are_named(field: str, value: float) -> None:
     with pytest.raises(ConfigError) as failure:
         PrefillSettings(**{field: value}).check()  # type: ignore[arg-type]
     assert failure.value.field == f"prefill.{field}"
+
+
+def test_a_prompt_that_fails_its_check_is_never_found() -> None:
+    s = scheduler()
+    prompt = made("a", 8)
+    s.submit(prompt)
+    s.admit(0.0)
+    assert s.apply(*s.plan()) == [prompt]
+    s.release(prompt, State.FAILED)  # not committed: its logits were not sound
+    assert s.blocks.cached_count == 0
+    again = made("b", 8)
+    s.submit(again)
+    s.admit(0.0)
+    assert again.cached == 0
+    s.release(again, State.ABORTED)
+    empty(s)
+
+
+def test_the_head_of_the_queue_is_looked_up_again_only_when_pages_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = scheduler(pages=6)
+    first, head = made("first", 12), made("head", 20, first=50)
+    s.submit(first)
+    s.admit(0.0)
+    s.submit(head)
+    lookups: list[int] = []
+    match = BlockManager.match
+
+    def counted(self: BlockManager, prefix: Prefix, limit: int) -> tuple[tuple[int, ...], int]:
+        lookups.append(limit)
+        return match(self, prefix, limit)
+
+    monkeypatch.setattr(BlockManager, "match", counted)
+    for _ in range(50):
+        assert s.admit(0.0) == []
+    assert len(lookups) == 1
+    s.release(first, State.ABORTED)
+    assert s.admit(0.0) == [head] and len(lookups) == 2
+    s.release(head, State.ABORTED)
+    empty(s)

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cache_transfer.wire import contract_from_proto
 from pdserve.engine.load import save_spec_checkpoint
-from pdserve.errors import NotFound
+from pdserve.errors import NotFound, Unavailable
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.rpc.channel import channel
 from pdserve.rpc.status import from_rpc_error
@@ -90,8 +90,11 @@ async def test_health_follows_the_engine_and_the_drain() -> None:
         async with asyncio.timeout(WAIT_S):
             while await health(made.channel) == SERVING:
                 pass
+        with pytest.raises(Unavailable) as failure:  # at once, while the step still stands
+            await made.outcome(call)
+        assert (failure.value.reason, failure.value.retryable) == ("STALLED", True)
+        assert made.worker.blocks.held_count == 3  # which the step may still write
         engine.open()
-        await made.outcome(call)
         async with asyncio.timeout(WAIT_S):
             while await health(made.channel) == NOT_SERVING:
                 pass

@@ -20,9 +20,10 @@ from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grp
 
 @dataclass
 class BadPrefill(prefill_pb2_grpc.PrefillServicer):
-    """Raises `error`, or hangs until it is cancelled."""
+    """Raises `error`, or hangs until it is cancelled; `lies` times it first says that it has done its work."""
 
     error: PdserveError | None = None
+    lies: int = 0
     calls: int = 0
     called: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -30,6 +31,8 @@ class BadPrefill(prefill_pb2_grpc.PrefillServicer):
     async def Run(self, request: prefill_pb2.RunRequest, context: Any) -> prefill_pb2.RunResponse:
         self.calls += 1
         self.called.set()
+        if self.calls <= self.lies:
+            return prefill_pb2.RunResponse()
         if self.error is not None:
             raise self.error
         try:
@@ -48,6 +51,7 @@ class BadDecode(decode_pb2_grpc.DecodeServicer):
     tokens: int = 0
     end: PdserveError | Finish | None = None
     wait: asyncio.Event | None = None  # before the end
+    complete: bool = False  # sends its tokens once it is asked for another ticket: the cache had come whole
     change: Callable[[HandoffIdentity], HandoffIdentity] = lambda identity: identity
     calls: int = 0
     mute: bool = False  # never even admits
@@ -58,8 +62,11 @@ class BadDecode(decode_pb2_grpc.DecodeServicer):
         self.calls += 1
         if self.mute:
             await asyncio.Event().wait()
-        opening = (await anext(aiter(requests))).open
+        messages = aiter(requests)
+        opening = (await anext(messages)).open
         yield decode_pb2.DecodeEvent(admitted=self._admitted(opening))
+        if self.complete:
+            assert (await anext(messages)).WhichOneof("request") == "retry"
         for index in range(self.tokens):
             yield decode_pb2.DecodeEvent(tokens=tokens_to_proto(TokenBatch(index, (index,), b"x")))
         if self.wait is not None:

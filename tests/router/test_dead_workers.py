@@ -55,7 +55,9 @@ async def test_a_decode_worker_killed_after_its_first_token_is_a_typed_error() -
     async with house(prefills=0, decodes=0) as made:
         await made.add_prefill("p0", of=model(context=LONG_CONTEXT), engine=LONG_ENGINE)
         async with process(made, DECODE, "doomed") as doomed:
-            params = SamplingParams(temperature=0.0, ignore_eos=True)  # as many tokens as the context leaves
+            params = SamplingParams(
+                temperature=0.0, ignore_eos=True, max_tokens=LONG_CONTEXT
+            )  # all that the context leaves
             request = await made.router.intake.take(Ask(TokenPrompt(IDS), params))
             events: list[Event] = []
             with pytest.raises(Unavailable) as caught:

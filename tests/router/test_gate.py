@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from cache_transfer.contract import CachePlane, WorkerContract
 from pdserve.errors import Incompatible, Unavailable
 from pdserve.registry.records import DECODE, PREFILL
-from router.gate import Gate, explain
+from router.gate import Gate, Match, Member, explain, narrowed, without
 from tests.router.support import contract, member
 
 C = contract()
@@ -26,6 +27,10 @@ def with_attention(**changes: object) -> WorkerContract:
 
 def with_plane(*planes: CachePlane) -> WorkerContract:
     return replace(C, planes=(PLANES[0], planes))
+
+
+def ids(match: Match) -> tuple[list[str], list[str]]:
+    return [member.id for member in match.prefills], [member.id for member in match.decodes]
 
 
 MUST_EQUAL = {
@@ -66,7 +71,7 @@ CONVERTIBLE = {
 def test_each_must_equal_field_alone_refuses_and_is_named(code: str, allow_lossy: bool) -> None:
     members = [member("p", PREFILL), member("d", DECODE, MUST_EQUAL[code])]
     verdict = Gate(allow_lossy).judge(members)
-    assert verdict.pairs == ()
+    assert verdict.matches == ()
     (rejection,) = verdict.rejections
     assert code in [difference.code for difference in rejection.differences]
     error = explain(members, verdict, "tiny")
@@ -79,23 +84,23 @@ def test_each_must_equal_field_alone_refuses_and_is_named(code: str, allow_lossy
 def test_a_lossy_difference_refuses_unless_it_is_allowed(code: str) -> None:
     members = [member("p", PREFILL), member("d", DECODE, LOSSY[code])]
     assert [d.code for d in Gate().judge(members).rejections[0].differences] == [code]
-    (pair,) = Gate(allow_lossy=True).judge(members).pairs
-    assert [d.code for d in pair.conversions] == [code]
+    (match,) = Gate(allow_lossy=True).judge(members).matches
+    assert [d.code for d in match.conversions] == [code]
 
 
 @pytest.mark.parametrize("code", CONVERTIBLE)
 def test_a_convertible_difference_fits_and_is_noted(code: str) -> None:
     verdict = Gate().judge([member("p", PREFILL), member("d", DECODE, CONVERTIBLE[code])])
     assert verdict.rejections == ()
-    assert [d.code for d in verdict.pairs[0].conversions] == [code]
+    assert [d.code for d in verdict.matches[0].conversions] == [code]
 
 
 def test_informational_differences_neither_refuse_nor_split_groups() -> None:
     other = replace(C, context_limit=99, info={"torch": "2"})
     left, right = member("p", PREFILL), member("d", DECODE, other)
     gate = Gate()
-    (pair,) = gate.judge([left, right]).pairs
-    assert pair.conversions == () and left.group == right.group
+    (match,) = gate.judge([left, right]).matches
+    assert match.conversions == () and left.group == right.group
     assert {d.code for d in gate.differences(left, right)} == {"CONTEXT_LIMIT", "INFO.torch"}
 
 
@@ -107,9 +112,11 @@ def test_fitting_pairs_are_found_among_others_and_reasons_are_kept_once_per_grou
         *(member(f"x{i}", DECODE, stranger) for i in range(3)),
     ]
     verdict = Gate().judge(members)
-    assert {(pair.prefill.id, pair.decode.id) for pair in verdict.pairs} == {
+    (match,) = verdict.matches
+    assert ids(match) == (["p0", "p1"], ["d0", "d1"])
+    assert [(pair.prefill.id, pair.decode.id) for pair in match.pairs()] == [
         (f"p{i}", f"d{j}") for i in range(2) for j in range(2)
-    }
+    ]
     assert verdict.notes == (f"p0, p1 -> x0, x1, x2 refused: MODEL_DIGEST: {b'm'.hex() * 8} != {b'x'.hex() * 8}",)
 
 
@@ -126,3 +133,40 @@ def test_a_missing_pool_is_named(roles: tuple[str, ...], reason: str, named: str
     error = explain(members, Gate().judge(members), "tiny")
     assert isinstance(error, Unavailable)
     assert error.reason == reason and named in error.message
+
+
+def of_two_groups() -> tuple[Match, ...]:
+    """p0 and p1 fit d0 and d1 of one page size, and d2 of another."""
+    members = [
+        *(member(f"p{i}", PREFILL) for i in range(2)),
+        *(member(f"d{i}", DECODE) for i in range(2)),
+        member("d2", DECODE, CONVERTIBLE["PAGE_SIZE"]),
+    ]
+    return Gate().judge(members).matches
+
+
+def names(matches: Iterable[Match]) -> set[tuple[str, str]]:
+    pairs = [(pair.prefill.id, pair.decode.id) for match in matches for pair in match.pairs()]
+    assert len(pairs) == len(set(pairs))
+    return set(pairs)
+
+
+def key(prefill: str, decode: str) -> tuple[bytes, bytes]:
+    return member(prefill, PREFILL).record.incarnation, member(decode, DECODE).record.incarnation
+
+
+def test_tried_pairs_are_left_out_and_no_other() -> None:
+    everything = {(p, d) for p in ("p0", "p1") for d in ("d0", "d1", "d2")}
+    assert names(without(of_two_groups(), ())) == everything
+    tried = {("p0", "d0"), ("p0", "d2"), ("p1", "d2")}
+    assert names(without(of_two_groups(), {key(*pair) for pair in tried})) == everything - tried
+    assert without(of_two_groups(), {key(*pair) for pair in everything}) == ()
+
+
+def test_a_match_without_one_of_its_sides_is_none() -> None:
+    def but(*unwanted: str) -> Callable[[Member], bool]:
+        return lambda member: member.id not in unwanted
+
+    assert names(narrowed(of_two_groups(), but("p1", "d1"))) == {("p0", "d0"), ("p0", "d2")}
+    assert names(narrowed(of_two_groups(), but("d0", "d1"))) == {("p0", "d2"), ("p1", "d2")}
+    assert narrowed(of_two_groups(), but("p0", "p1")) == ()

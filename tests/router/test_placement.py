@@ -11,21 +11,32 @@ import pytest
 
 from pdserve.errors import InvalidRequest
 from pdserve.registry.records import DECODE, PREFILL, Load
-from router.gate import Gate, Member, Pair
-from router.placement import Demand, Room, check_prompt_length, decode_cost, pick, place, prefill_cost, room
+from router.gate import Gate, Match, Member, Pair
+from router.placement import (
+    Demand,
+    Room,
+    cache_tokens,
+    check_prompt_length,
+    decode_cost,
+    pick,
+    place,
+    prefill_cost,
+    room,
+    widest,
+)
 from router.prefixes import BLOCK_TOKENS, PrefixRecord, chain
 from tests.router.support import contract, member
 
 IDLE = Load(pages_total=64, waiting_limit=8)
 
 
-def pairs_of(prefills: int, decodes: int) -> tuple[Pair, ...]:
+def matches_of(prefills: int, decodes: int) -> tuple[Match, ...]:
     members = [member(f"p{i}", PREFILL) for i in range(prefills)] + [member(f"d{i}", DECODE) for i in range(decodes)]
-    return Gate().judge(members).pairs
+    return Gate().judge(members).matches
 
 
 def chosen(
-    pairs: tuple[Pair, ...], loads: Mapping[str, Load], held: Mapping[bytes, int] | None = None, prompt: int = 64
+    matches: tuple[Match, ...], loads: Mapping[str, Load], held: Mapping[bytes, int] | None = None, prompt: int = 64
 ) -> Counter[tuple[str, str]]:
     """How often each pair is placed in 200 draws."""
     rng = random.Random(5)
@@ -34,7 +45,7 @@ def chosen(
     def load(m: Member) -> Load:
         return loads.get(m.id, IDLE)
 
-    placed = [place(pairs, demand, load, rng) for _ in range(200)]
+    placed = [place(matches, demand, load, rng) for _ in range(200)]
     return Counter((pair.prefill.id, pair.decode.id) for pair in placed)
 
 
@@ -72,21 +83,21 @@ def test_the_worst_of_many_is_never_chosen_and_the_rest_share() -> None:
 
 
 def test_a_busy_prefill_worker_is_avoided() -> None:
-    placed = chosen(pairs_of(2, 1), {"p0": replace(IDLE, queued_tokens=5000)})
+    placed = chosen(matches_of(2, 1), {"p0": replace(IDLE, queued_tokens=5000)})
     assert set(placed) == {("p1", "d0")}
 
 
 def test_a_full_decode_worker_is_avoided() -> None:
-    placed = chosen(pairs_of(1, 2), {"d1": replace(IDLE, pages_held=64)})
+    placed = chosen(matches_of(1, 2), {"d1": replace(IDLE, pages_held=64)})
     assert set(placed) == {("p0", "d0")}
 
 
 def test_a_worker_with_the_prefix_always_joins_the_draw() -> None:
-    pairs = pairs_of(12, 1)
-    holder = next(pair.prefill for pair in pairs if pair.prefill.id == "p7")
-    assert set(chosen(pairs, {}, {holder.record.incarnation: 48})) == {("p7", "d0")}
+    matches = matches_of(12, 1)
+    holder = next(m for m in matches[0].prefills if m.id == "p7")
+    assert set(chosen(matches, {}, {holder.record.incarnation: 48})) == {("p7", "d0")}
     # ... but load can outweigh it.
-    placed = chosen(pairs, {"p7": replace(IDLE, queued_tokens=500)}, {holder.record.incarnation: 48})
+    placed = chosen(matches, {"p7": replace(IDLE, queued_tokens=500)}, {holder.record.incarnation: 48})
     assert ("p7", "d0") not in placed
 
 
@@ -94,12 +105,50 @@ def test_room_is_the_smallest_of_contexts_and_pools() -> None:
     def of(prefill_context: int, decode_context: int, prefill_pages: int, decode_pages: int) -> Room:
         p = member("p", PREFILL, contract(context_limit=prefill_context), load=Load(pages_total=prefill_pages))
         d = member("d", DECODE, contract(context_limit=decode_context), load=Load(pages_total=decode_pages))
-        return room(Gate().judge([p, d]).pairs[0])
+        return room(Pair(p, d))
 
     assert of(512, 256, 64, 64) == Room(prompt=255, total=256)
     assert of(512, 512, 4, 64) == Room(prompt=64, total=512)
     # The last token is never cached: 8 pages of 16 hold prompt + output - 1.
     assert of(512, 512, 64, 8) == Room(prompt=128, total=129)
+
+
+def test_the_widest_pair_is_that_of_all_pairs() -> None:
+    """Found group by group; here compared with looking at every pair."""
+    rng = random.Random(3)
+    for _ in range(50):
+        members = [
+            member(
+                f"{role}{i}",
+                role,
+                contract(context_limit=rng.choice([0, 96, 256]), page_size=rng.choice([8, 16])),
+                load=Load(pages_total=rng.choice([0, 3, 9, 20])),
+            )
+            for role in (PREFILL, DECODE)
+            for i in range(3)
+        ]
+        matches = Gate().judge(members).matches
+        rooms = [room(pair) for match in matches for pair in match.pairs()]
+        assert len(rooms) == 9
+        assert widest(matches) == max(rooms, key=lambda r: (r.prompt, r.total))
+
+
+def test_a_whole_answer_is_reserved_but_its_last_token_and_nothing_for_logits_alone() -> None:
+    assert [cache_tokens(20, max_tokens) for max_tokens in (1, 2, 100)] == [0, 21, 119]
+
+
+def test_placement_keeps_to_fitting_groups() -> None:
+    other = contract(page_size=32)
+    strange = contract(model_digest=b"x" * 32)
+    members = [
+        *(member(f"p{i}", PREFILL) for i in range(2)),
+        member("s0", PREFILL, strange),
+        member("d0", DECODE),
+        member("d1", DECODE, other),
+        member("t0", DECODE, strange),
+    ]
+    placed = chosen(Gate().judge(members).matches, {})
+    assert set(placed) == {("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1"), ("s0", "t0")}
 
 
 def test_a_prompt_that_no_pair_takes_is_refused_with_both_counts() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pdserve.errors import Unavailable
 from pdserve.registry.client import RpcRegistry
 from pdserve.registry.memory import MemoryRegistry
-from pdserve.registry.records import DECODE, DRAINING, PREFILL, READY, STARTING, Load
+from pdserve.registry.records import DECODE, DRAINING, PREFILL, READY, STALLED, STARTING, Load
 from pdserve.registry.service import add_registry
 from pdserve.rpc.server import Server
 from router.gate import Gate
@@ -48,12 +48,12 @@ def ready(pool: Pool) -> list[str]:
 
 
 async def test_only_ready_workers_are_in_rotation(registry: MemoryRegistry, pool: Pool) -> None:
-    for state in (STARTING, READY, DRAINING):
+    for state in (STARTING, READY, DRAINING, STALLED):
         await registry.register(record(state, PREFILL, state=state))
     await registry.register(record("other", PREFILL, model="another"))
     await pool.refresh()
     assert ready(pool) == [READY]
-    assert [m.id for m in pool.members()] == [DRAINING, "other", READY, STARTING]
+    assert [m.id for m in pool.members()] == [DRAINING, "other", READY, STALLED, STARTING]
     assert list(pool.models()) == ["another", MODEL]
 
 
@@ -124,7 +124,7 @@ async def test_corrections_are_dropped_once_reported(registry: MemoryRegistry, p
     await pool.refresh()
     clock.now += 1
     (worker,) = pool.members()
-    work = pool.begin(worker, prompt_tokens=30, total_tokens=40)
+    work = pool.begin(worker, prompt_tokens=30, cache_tokens=40)
     assert (pool.load(worker).queued_tokens, pool.load(worker).pages_held) == (30, 3)
     clock.now += 1
     await registry.heartbeat("p", p.incarnation, READY, Load(queued_tokens=30))
@@ -160,17 +160,32 @@ async def test_an_outage_keeps_the_last_pool_with_one_warning(caplog: pytest.Log
         await remote.close()
 
 
+class Flaky(MemoryRegistry):
+    """A memory registry whose process is away for a while and comes back empty."""
+
+    away = False
+
+    async def snapshot(self):  # type: ignore[no-untyped-def]
+        if self.away:
+            raise Unavailable("away")
+        return await super().snapshot()
+
+
+async def test_a_suspect_is_given_work_again_when_nobody_can_be_heard_of(clock: Clock) -> None:
+    registry = Flaky(clock)
+    pool = Pool(registry, Gate(), refresh_s=60.0, clock=clock)
+    for worker_id, role in (("p", PREFILL), ("d", DECODE)):
+        await registry.register(record(worker_id, role, lease_s=5.0))
+    await pool.refresh()
+    registry.away = True
+    await pool.refresh()
+    pool.suspect(pool.members()[1])
+    assert pool.verdict(MODEL).matches == ()
+    clock.now += 5.1
+    assert len(pool.verdict(MODEL).matches) == 1
+
+
 async def test_a_registry_that_forgot_everything_gets_a_lease_to_learn(clock: Clock) -> None:
-    class Flaky(MemoryRegistry):
-        """A memory registry whose process is away for a while and comes back empty."""
-
-        away = False
-
-        async def snapshot(self):  # type: ignore[no-untyped-def]
-            if self.away:
-                raise Unavailable("away")
-            return await super().snapshot()
-
     registry = Flaky(clock)
     pool = Pool(registry, Gate(), refresh_s=60.0, clock=clock)
     await registry.register(record("p", PREFILL, lease_s=5.0))
@@ -198,6 +213,74 @@ async def test_without_a_registry_a_pool_does_not_start() -> None:
         await pool.start()
     await pool.stop()
     await remote.close()
+
+
+class Broken(MemoryRegistry):
+    """Its snapshots fail in a way that nobody foresaw, as long as `broken` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken = False
+        self.snapshots = asyncio.Semaphore(0)
+
+    async def snapshot(self):  # type: ignore[no-untyped-def]
+        self.snapshots.release()
+        if self.broken:
+            raise AttributeError("no attribute 'decode'")
+        return await super().snapshot()
+
+    async def more_snapshots(self) -> None:
+        """Returns when two more have begun, so that one more was dealt with."""
+        async with asyncio.timeout(5):
+            while not self.snapshots.locked():
+                await self.snapshots.acquire()
+            for _ in range(2):
+                await self.snapshots.acquire()
+
+
+async def test_an_unforeseen_error_is_a_warning_with_its_traceback_and_not_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = Broken()
+    pool = Pool(registry, Gate(), refresh_s=0.001)
+    await registry.register(record("p", PREFILL, lease_s=30.0))
+    await pool.start()
+    try:
+        registry.broken = True
+        with caplog.at_level(logging.WARNING, "router.pool"):
+            await registry.more_snapshots()
+            assert "no attribute 'decode'" in pool.warning
+            assert ready(pool) == ["p"]
+            await registry.more_snapshots()
+        (entry,) = caplog.records  # once, however often it happens
+        assert entry.exc_info is not None and entry.exc_info[0] is AttributeError
+        registry.broken = False
+        await registry.register(record("q", PREFILL, lease_s=30.0))
+        await registry.more_snapshots()
+        assert (ready(pool), pool.warning) == (["p", "q"], "")
+    finally:
+        await pool.stop()
+
+
+async def test_a_verdict_is_reached_once_for_each_state_of_the_pool(
+    registry: MemoryRegistry, pool: Pool, clock: Clock
+) -> None:
+    p = record("p", PREFILL)
+    await registry.register(p)
+    await registry.register(record("d", DECODE))
+    await pool.refresh()
+    first = pool.verdict(MODEL)
+    assert len(first.matches) == 1 and pool.verdict(MODEL) is first
+    clock.now += 1
+    pool.suspect(pool.members()[1])
+    assert pool.verdict(MODEL).matches == ()
+    clock.now += 1
+    await registry.heartbeat("p", p.incarnation, READY, Load())
+    await pool.refresh()
+    assert len(pool.verdict(MODEL).matches) == 1
+    await registry.deregister("d", record("d", DECODE).incarnation)
+    await pool.refresh()
+    assert pool.verdict(MODEL).matches == ()
 
 
 async def test_the_background_task_refreshes_and_ends(registry: MemoryRegistry) -> None:

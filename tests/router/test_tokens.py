@@ -13,9 +13,10 @@ import pytest
 from cache_transfer.contract import Endpoint
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.registry.records import PREFILL
-from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.server import Server
+from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from router.channels import WorkerChannels
 from router.gate import Member
 from router.request import ChatPrompt, TextPrompt, TokenPrompt
 from router.tokens import BundleCache, encode
@@ -32,6 +33,7 @@ class Holder(worker_pb2_grpc.WorkerServicer):
     pieces: tuple[bytes, ...]
     total: int = 0
     calls: int = 0
+    stuck: bool = False  # after its last piece
 
     async def GetTokenizer(
         self, request: worker_pb2.GetTokenizerRequest, context: Any
@@ -41,12 +43,14 @@ class Holder(worker_pb2_grpc.WorkerServicer):
             raise NotFound("not here")
         for piece in self.pieces:
             yield worker_pb2.BundlePiece(data=piece, total_bytes=self.total or sum(map(len, self.pieces)))
+        if self.stuck:
+            await asyncio.Event().wait()
 
 
 @asynccontextmanager
 async def holding(*workers: Holder, limit: int = 8) -> AsyncIterator[tuple[BundleCache, list[Member]]]:
     servers = [Server() for _ in workers]
-    channels = ChannelPool()
+    channels = WorkerChannels()
     cache = BundleCache(channels, limit, timeout_s=5.0)
     try:
         members = []
@@ -88,6 +92,8 @@ async def test_a_caller_that_goes_away_does_not_take_the_fetch_with_it() -> None
         (Holder((GOOD[:-1],)), "bundle"),
         (Holder((GOOD,), total=len(GOOD) + 1), "tokenizer bytes"),
         (Holder((GOOD,), total=1 << 40), "tokenizer bytes"),
+        # What no reader of bundles would take is not waited for.
+        (Holder((GOOD,), total=MAX_BUNDLE_BYTES + 1, stuck=True), "tokenizer bytes"),
         (Holder(()), "not here"),
     ],
 )

@@ -1,0 +1,329 @@
+"""What prefill and decode workers have in common: the way from start to end, health, and the registry record.
+
+    STARTING --start()--> READY --drain()--> DRAINING --stop()--> gone
+                          |   ^ `--a background task dies--^  (`broken` is set)
+          a step takes    |   |
+          over stall_s    v   |  the step ends
+                         STALLED
+
+Only READY serves: health and the registry say so at once, so routers send work elsewhere. A
+worker that stalls ends the requests it has with a retryable error, since nobody knows when the
+step will end; pages that it writes stay held until then. Every wait on the way to the end has a
+limit; what is left after it is logged and abandoned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping
+from typing import Protocol
+
+from cache_transfer.contract import Endpoint, WorkerContract
+from pdserve.errors import Internal, PdserveError, Unavailable
+from pdserve.registry.heartbeat import Heartbeat
+from pdserve.registry.records import DRAINING, READY, STALLED, STARTING, Load, Registry, WorkerRecord
+from pdserve.registry.settings import RegistrySettings
+from pdserve.registry.worker_service import Accounts, Holding
+from pdserve.rpc.background import Background
+from pdserve.rpc.server import Server
+from pdserve.rpc.settings import RpcSettings
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 5.0  # for a running step, writers and tasks to end once they were told to
+STREAM_GRACE_S = 1.0  # for streams to deliver their last event when the worker stops
+
+
+class Settings(Protocol):
+    """What the settings of both workers have; see there."""
+
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def advertise(self) -> str: ...
+    @property
+    def rpc(self) -> RpcSettings: ...
+    @property
+    def registry(self) -> RegistrySettings: ...
+    @property
+    def reap_s(self) -> float: ...
+    @property
+    def stall_s(self) -> float: ...
+    @property
+    def grace_s(self) -> float: ...
+
+
+class Steps(Protocol):
+    """The engine's thread."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def busy_s(self) -> float: ...
+    def close(self, limit_s: float | None = None) -> bool: ...
+
+
+class Books(Protocol):
+    """Who holds which page."""
+
+    @property
+    def pages(self) -> int: ...
+    @property
+    def free_count(self) -> int: ...
+    @property
+    def held_count(self) -> int: ...
+    @property
+    def cached_count(self) -> int: ...
+    def holdings(self) -> Mapping[str, tuple[int, ...]]: ...
+    def check_integrity(self) -> None: ...
+
+
+class Requests(Protocol):
+    """What a worker's pipeline does for the way to the end."""
+
+    @property
+    def quiet(self) -> asyncio.Event:
+        """Set while no request is here."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Requests that are here."""
+        ...
+
+    def loop(self) -> Coroutine[None, None, None]:
+        """Plans and runs steps until it is cancelled."""
+        ...
+
+    def reap(self, now: float) -> None:
+        """Ends what is overdue at `now`, in monotonic seconds."""
+        ...
+
+    def end_all(self, error: PdserveError) -> None:
+        """Tells every request to end with `error`."""
+        ...
+
+
+class PoolWorker(ABC):
+    """One worker: start(), then requests, then drain() and stop(). Belongs to the event loop that calls `start`.
+
+    Subclasses set `pipeline` before `start`.
+    """
+
+    pipeline: Requests
+
+    def __init__(
+        self,
+        role: str,
+        model: str,
+        contract: WorkerContract,
+        bundle: bytes,
+        settings: Settings,
+        registry: Registry | None,
+        thread: Steps,
+        books: Books,
+    ) -> None:
+        self.role = role
+        self.model = model
+        self.contract = contract
+        self.worker_id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
+        self.incarnation = secrets.token_bytes(16)
+        self.broken = asyncio.Event()
+        """Set when a background task died of a fault of ours: the process should be replaced."""
+        self.stalled = False
+        """The running step takes longer than `stall_s`; a process that stays so should be replaced."""
+        self._phase = STARTING
+        self._abandoned = False  # a limit on the way to the end was passed
+        self._serving = False  # what health says
+        self._bundle = bundle
+        self._common = settings
+        self._steps = thread
+        self._books = books
+        self._server = Server(settings.rpc, settings.host, settings.port)
+        self._heartbeat = None if registry is None else Heartbeat(registry, self.record, settings.registry)
+        self._background = Background(self._on_death)
+
+    # -- what the pools do differently ---------------------------------------------------------
+
+    @abstractmethod
+    async def _listen(self) -> None:
+        """Binds what must be bound before requests come. Raises ConfigError."""
+
+    @abstractmethod
+    async def _close(self, wait: bool) -> None:
+        """Closes connections and threads. Not `wait`: what hangs is left behind."""
+
+    @abstractmethod
+    def _load(self) -> Load: ...
+
+    @abstractmethod
+    def _transfer_endpoints(self) -> tuple[Endpoint, ...]: ...
+
+    @abstractmethod
+    def _holding(self, owner: str, pages: int, now: float) -> Holding: ...
+
+    # -- from start to end ---------------------------------------------------------------------
+
+    async def start(self) -> str:
+        """Binds, registers, serves. Returns the address.
+
+        Raises:
+            ConfigError: a port is in use, or an address is not allowed.
+            Unavailable: the registry cannot be reached.
+        """
+        try:
+            await self._listen()
+            await self._server.start(serving=False)
+            self._background.spawn(self.pipeline.loop(), "loop")
+            self._background.spawn(self._watch(), "reaper")
+            self._phase = READY
+            if self._heartbeat is not None:
+                await self._heartbeat.start()
+            await self._report()
+        except PdserveError:
+            await self.stop()
+            raise
+        return self.address
+
+    async def drain(self, grace_s: float | None = None) -> None:
+        """Leaves the registry, takes no new request, lets those here finish for `grace_s`, then ends them.
+
+        Returns when every page is back, or SETTLE_S after the last request was told to end. Idempotent.
+        """
+        self._phase = DRAINING
+        if self._heartbeat is not None:
+            await self._heartbeat.stop()
+        await self._report()
+        if not await self._quiet_within(self._common.grace_s if grace_s is None else grace_s):
+            log.warning("%s: the grace period is over, %d requests end", self.worker_id, self.pipeline.count)
+        self.pipeline.end_all(self._not_serving())
+        if not self._abandoned and not await self._quiet_within(SETTLE_S):
+            self._abandoned = True
+            log.error(
+                "%s: %d requests with %d pages are abandoned: an engine step has been running for %.0f s",
+                self.worker_id,
+                self.pipeline.count,
+                self._books.held_count,
+                self._steps.busy_s,
+            )
+
+    async def stop(self) -> None:
+        """Ends what is left and frees everything, each within a limit. Safe after a failed start. Idempotent."""
+        await self.drain(0.0)
+        await self._server.stop(STREAM_GRACE_S)
+        if left := await self._background.stop(SETTLE_S):
+            self._abandoned = True
+            log.error("%s: tasks that do not end are abandoned: %s", self.worker_id, ", ".join(left))
+        await self._close(wait=not self._abandoned)
+        if not await asyncio.to_thread(self._steps.close, 0.0 if self._abandoned else SETTLE_S):
+            log.error("%s: an engine step that does not end is abandoned", self.worker_id)
+
+    # -- what others see -----------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        return STALLED if self.stalled and self._phase == READY else self._phase
+
+    @property
+    def address(self) -> str:
+        """host:port that others reach this worker by."""
+        return self._common.advertise or self._server.address
+
+    def record(self) -> WorkerRecord:
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            role=self.role,
+            incarnation=self.incarnation,
+            state=self.state,
+            model=self.model,
+            endpoints=(Endpoint(self.address),),
+            transfer=self._transfer_endpoints(),
+            contract=self.contract,
+            load=self._load(),
+            lease_s=self._common.registry.lease_s,
+        )
+
+    def bundle_bytes(self) -> bytes:
+        return self._bundle
+
+    def accounts(self) -> Accounts:
+        """Where every page is. Cached prefixes that nobody reads do not count as held."""
+        books, now, fault = self._books, time.monotonic(), ""
+        try:
+            books.check_integrity()
+        except Internal as error:
+            fault = str(error)
+        return Accounts(
+            pages_total=books.pages,
+            pages_free=books.free_count,
+            pages_held=books.held_count,
+            pages_cached=books.cached_count,
+            holdings=tuple(self._holding(owner, len(pages), now) for owner, pages in books.holdings().items()),
+            fault=fault,
+        )
+
+    def check_serving(self) -> None:
+        """Raises Unavailable unless the worker is READY."""
+        if self.state != READY:
+            raise self._not_serving()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Ends what is overdue and watches the engine. Runs on a timer: it needs no traffic."""
+        while True:
+            await asyncio.sleep(self._common.reap_s)
+            self.pipeline.reap(time.monotonic())
+            await self._watch_engine()
+
+    async def _watch_engine(self) -> None:
+        stalled = self._steps.busy_s > self._common.stall_s
+        if stalled == self.stalled:
+            return
+        self.stalled = stalled
+        if stalled:
+            log.error("%s: an engine step runs for %.0f s: not serving", self.worker_id, self._steps.busy_s)
+            self.pipeline.end_all(self._not_serving())
+        else:
+            log.warning("%s: the engine moves again", self.worker_id)
+        if self._heartbeat is not None:
+            self._background.spawn(self._heartbeat.renew(), "news of the engine")
+        await self._report()
+
+    async def _quiet_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.pipeline.quiet.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _report(self) -> None:
+        """Tells the health service."""
+        serving = self.state == READY
+        if serving != self._serving:
+            self._serving = serving
+            await self._server.set_serving(serving)
+
+    def _on_death(self, name: str, error: BaseException) -> None:
+        """A worker must not look alive when one of its tasks died of anything unexpected."""
+        log.critical("%s: %s died", self.worker_id, name, exc_info=error)
+        self._phase = DRAINING
+        self.broken.set()
+        self._background.spawn(self._report(), "health")
+        self.pipeline.end_all(Internal(f"the {self.role} worker failed", remedy="see its log", retryable=True))
+
+    def _not_serving(self) -> Unavailable:
+        return Unavailable(
+            f"this {self.role} worker is not serving: {self.state}",
+            reason=self.state.upper(),
+            remedy=f"send it to another {self.role} worker",
+        )

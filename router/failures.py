@@ -1,0 +1,41 @@
+"""How a request can fail on its way, as errors, and which failures another pair of workers may mend."""
+
+from __future__ import annotations
+
+from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Refused, Unavailable
+from router.gate import Member
+from router.request import Request
+from router.wire import DecodeEvent
+
+FIRST_TOKEN_TIMEOUT = "FIRST_TOKEN_TIMEOUT"
+
+# A worker's own time limit or state, which another worker need not share.
+_MOVABLE = (DeadlineExceeded, Refused)
+
+
+def movable(error: PdserveError) -> bool:
+    """Another pair may do better."""
+    return error.retryable or isinstance(error, _MOVABLE)
+
+
+def silent(member: Member, limit_s: float) -> Unavailable:
+    """For the worker whose turn it was when the time for a first token was over."""
+    return Unavailable(
+        f"no token came within {limit_s:g} s; {member.record.role} worker {member.id} was at work",
+        reason=FIRST_TOKEN_TIMEOUT,
+        field="router.first_token_timeout_s",
+        remedy="send the request again, or allow more time for long prompts and queues",
+    )
+
+
+def deadline_exceeded(request: Request, output_tokens: int) -> DeadlineExceeded:
+    stage = f"after {output_tokens} tokens" if output_tokens else "before its first token"
+    return DeadlineExceeded(
+        f"the request was stopped {stage}, {request.deadline - request.received:g} s after it came",
+        field="deadline",
+        remedy="allow more time, or ask for fewer tokens",
+    )
+
+
+def unexpected(event: DecodeEvent, when: str) -> Internal:
+    return Internal(f"a decode worker sent {type(event).__name__} {when}", reason="UNEXPECTED_EVENT", retryable=True)

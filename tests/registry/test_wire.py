@@ -1,0 +1,38 @@
+"""Reading records: what every snapshot brings again is read once, and still checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdserve.errors import InvalidRequest
+from pdserve.registry.wire import record_from_proto, record_to_proto
+from tests.registry.records import CONTRACT, record
+
+
+def test_a_contract_is_read_once_for_all_who_have_it() -> None:
+    first, second = (record_from_proto(record_to_proto(record(name))) for name in ("a", "b"))
+    assert first.contract == CONTRACT
+    assert second.contract is first.contract
+
+
+def test_contracts_that_differ_are_not_mistaken_for_each_other() -> None:
+    for changed in (replace(CONTRACT, info={"torch": "3"}), replace(CONTRACT, page_size=32)):
+        assert record_from_proto(record_to_proto(record(contract=CONTRACT))).contract == CONTRACT
+        assert record_from_proto(record_to_proto(record(contract=changed))).contract == changed
+
+
+def test_a_known_contract_with_a_wrong_digest_or_a_broken_one_is_refused_every_time() -> None:
+    record_from_proto(record_to_proto(record()))
+    for _ in range(2):
+        message = record_to_proto(record())
+        message.status.contract_digest = b"x" * 32
+        with pytest.raises(InvalidRequest) as caught:
+            record_from_proto(message)
+        assert caught.value.field == "contract_digest"
+        message = record_to_proto(record())
+        message.status.contract.page_size = 0
+        with pytest.raises(InvalidRequest) as caught:
+            record_from_proto(message)
+        assert caught.value.field == "contract.page_size"
