@@ -24,6 +24,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_SHOWN = 100  # characters of a caller's value in an error
+
+
+def shown(value: object) -> str:
+    """A caller's value for an error's text: its repr, cut to MAX_SHOWN characters."""
+    if isinstance(value, int) and value.bit_length() > 4 * MAX_SHOWN:
+        return f"a number of {value.bit_length()} bits"  # Python does not write out the very long ones
+    text = repr(value[: MAX_SHOWN + 1] if isinstance(value, (str, bytes)) else value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
 
 @dataclass(frozen=True)
 class FieldDifference:

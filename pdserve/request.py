@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pdserve.errors import InvalidRequest
+from pdserve.errors import InvalidRequest, shown
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
+MAX_TOKEN_ENTRIES = 1024  # of logit_bias, and of stop_token_ids
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    max_tokens: int | None = None  # None: as many as the context leaves room for
+    max_tokens: int | None = None  # None: the server's own limit, as far as the context leaves room
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; n: the chosen token and the n best
@@ -54,7 +54,7 @@ class SamplingParams:
         if self.min_tokens < 0:
             raise _invalid("min_tokens", self.min_tokens, "at least 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _invalid("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+            raise _invalid("min_tokens", self.min_tokens, f"at most max_tokens ({shown(self.max_tokens)})")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise _invalid("logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}")
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -62,6 +62,9 @@ class SamplingParams:
         for text in self.stop:
             if not 0 < len(text.encode()) <= MAX_STOP_BYTES:
                 raise _invalid("stop", text, f"strings of 1 to {MAX_STOP_BYTES} bytes")
+        for name, count in (("logit_bias", len(self.logit_bias)), ("stop_token_ids", len(self.stop_token_ids))):
+            if count > MAX_TOKEN_ENTRIES:
+                raise _invalid(name, count, f"at most {MAX_TOKEN_ENTRIES} entries")
         for token, bias in self.logit_bias.items():
             _token("logit_bias", token, vocab_size)
             _number("logit_bias", bias, -100.0, 100.0)
@@ -100,5 +103,5 @@ def _token(name: str, token: int, vocab_size: int | None) -> None:
 
 def _invalid(name: str, value: object, expected: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{reprlib.repr(value)} is not allowed", reason=f"INVALID_{name.upper()}", field=name, remedy=f"use {expected}"
+        f"{shown(value)} is not allowed", reason=f"INVALID_{name.upper()}", field=name, remedy=f"use {expected}"
     )

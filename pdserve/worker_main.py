@@ -48,6 +48,7 @@ class WorkerSettings(Protocol):
     def rpc(self) -> RpcSettings: ...
     @property
     def registry(self) -> RegistrySettings: ...
+    def check(self) -> None: ...
 
 
 S = TypeVar("S", bound=WorkerSettings)
@@ -61,6 +62,7 @@ async def open_worker(build: Build[S, W], settings: S, registry: Registry | None
     Loading is done in a thread, so that the loop goes on. The engine takes the weights over and
     nothing else keeps them. Raises CheckpointError and ConfigError.
     """
+    settings.check()
     path = model_path(settings.model)
     model = await asyncio.to_thread(load_model, path, settings.engine.dtype, settings.engine.device)
     bundle = await asyncio.to_thread(load_bundle, path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.registry.settings import RegistrySettings
-from pdserve.rpc.settings import RpcSettings
+from pdserve.rpc.settings import RpcSettings, check_advertised
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class PrefillSettings:
                 raise _wrong(name, getattr(self, name), "more than 0 seconds")
         if self.grace_s < 0:
             raise _wrong("grace_s", self.grace_s, "0 seconds or more")
+        check_advertised("prefill.advertise", self.advertise, self.rpc)
 
 
 def _wrong(name: str, value: object, expected: str) -> ConfigError:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve.errors import InvalidRequest, NotFound, Unavailable
+from pdserve.errors import InvalidRequest, NotFound, Unavailable, shown
 from pdserve.request import SamplingParams, check_token_ids
 from pdserve.tokenizer import Tokenizer
 from router.gate import Match, Member, Verdict, explain
@@ -48,7 +48,7 @@ class Intake:
         ask.sampling.check()
         if ask.adapter:
             raise NotFound(
-                f"adapter {ask.adapter!r} is not served",
+                f"adapter {shown(ask.adapter)} is not served",
                 reason="UNKNOWN_ADAPTER",
                 field="adapter",
                 remedy="leave it out",
@@ -61,8 +61,8 @@ class Intake:
         matches = favoured(verdict)
         contract = matches[0].prefills[0].record.contract
         tokenizer = await self.tokenizer(ready, contract.tokenizer_digest)
-        ids = await encode(ask.prompt, tokenizer)
         limit = widest(matches)
+        ids = await encode(ask.prompt, tokenizer, limit)
         check_prompt_length(len(ids), limit)
         check_token_ids(ids, contract.vocab_size)
         ask.sampling.check(contract.vocab_size)

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import (
+    MAX_SHOWN,
     Cancelled,
     DeadlineExceeded,
     Internal,
@@ -247,7 +248,7 @@ async def _on_error(http: Request, error: Exception) -> Response:
 async def _on_http_exception(http: Request, error: Exception) -> Response:
     """Unknown paths and methods, in OpenAI's shape too."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    wrong = f"{http.method} {http.url.path} is not served"
+    wrong = f"{http.method[:MAX_SHOWN]} {http.url.path[:MAX_SHOWN]} is not served"
     refused = NotFound(wrong, reason="UNKNOWN_URL", remedy="see /v1/models and /v1/chat/completions")
     return reply(status, error_body(refused), dict(getattr(error, "headers", None) or {}))
 

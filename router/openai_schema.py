@@ -9,13 +9,18 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
+from pydantic_core import from_json
 
-from pdserve.errors import InvalidRequest
+from pdserve.errors import MAX_SHOWN, InvalidRequest, shown
 from pdserve.request import MAX_LOGPROBS, SamplingParams
 from router.request import Ask, ChatPrompt
 
 Number = StrictFloat | StrictInt
 Always1 = Annotated[StrictInt, Field(ge=1, le=1)]
+
+MAX_ENTRIES = 20_000  # of all lists and objects of a body together
+_FEW_ENTRIES_BYTES = 2 * MAX_ENTRIES  # an entry is at least a digit and a comma
+_MAX_DIGITS = 10  # of a token id
 
 
 # Options that have the same name and meaning in SamplingParams.
@@ -113,30 +118,35 @@ class ChatCompletionBody(_Strict):
             logprobs=self._logprobs(),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            logit_bias={_token_id(key): float(bias) for key, bias in (self.logit_bias or {}).items()},
+            logit_bias={_token_id(key): _bias(bias) for key, bias in (self.logit_bias or {}).items()},
             **given,
         )
 
     def _max_tokens(self) -> int | None:
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
-            raise _refused("max_tokens", f"{old} contradicts max_completion_tokens ({new})", "send only one of them")
+            problem = f"{shown(old)} contradicts max_completion_tokens ({shown(new)})"
+            raise _refused("max_tokens", problem, "send only one of them")
         return old if new is None else new
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
             raise _refused("top_logprobs", "it needs logprobs", "set logprobs to true")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise _refused("top_logprobs", f"{self.top_logprobs} is not allowed", f"use 0 to {MAX_LOGPROBS}")
+            raise _refused("top_logprobs", f"{shown(self.top_logprobs)} is not allowed", f"use 0 to {MAX_LOGPROBS}")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def parse_body(data: bytes) -> ChatCompletionBody:
     """Raises InvalidRequest naming the first field that is unknown, missing or of the wrong type."""
     try:
+        if len(data) > _FEW_ENTRIES_BYTES:
+            _check_entries(from_json(data))
         body = ChatCompletionBody.model_validate_json(data)
     except ValidationError as error:
         raise _explain(error.errors(include_url=False)[0]) from error
+    except ValueError as error:  # from_json's; ValidationError is one, too
+        raise _not_json(str(error)) from error
     if body.stream_options is not None and not body.stream:
         raise _refused("stream_options", "it needs stream", "set stream to true, or leave it out")
     return body
@@ -149,8 +159,26 @@ def _explain(problem: Any) -> InvalidRequest:
     if problem["type"] == "missing":
         return _refused(where, "this field is missing", "send it", "MISSING_FIELD")
     if problem["type"] == "json_invalid":
-        return _refused("", f"the body is not JSON: {problem['ctx']['error']}", "send a JSON object", "INVALID_JSON")
+        return _not_json(problem["ctx"]["error"])
     return _refused(where, str(problem["msg"]).lower(), "correct it")
+
+
+def _not_json(problem: str) -> InvalidRequest:
+    return _refused("", f"the body is not JSON: {problem}", "send a JSON object", "INVALID_JSON")
+
+
+def _check_entries(body: Any) -> None:
+    """Raises InvalidRequest for more than MAX_ENTRIES: checking each against the schema would stop all other work."""
+    left = MAX_ENTRIES
+    todo = [body]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, (dict, list)):
+            left -= len(value)
+            if left < 0:
+                problem = f"its lists and objects have more than {MAX_ENTRIES} entries"
+                raise _refused("body", problem, "send fewer", "TOO_MANY_ENTRIES")
+            todo += value.values() if isinstance(value, dict) else value
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -161,13 +189,20 @@ def _path(location: tuple[int | str, ...]) -> str:
             text += f"[{part}]"
         elif part not in ("str", "int", "float") and not part.startswith(("list[", "constrained-", "function-")):
             text += f".{part}" if text else part
-    return text
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _token_id(key: str) -> int:
-    if not (key.isascii() and key.removeprefix("-").isdigit()):
-        raise _refused("logit_bias", f"{key!r} is not a token id", "use token ids as keys")
+    if not (key.isascii() and key.removeprefix("-").isdigit() and len(key) <= _MAX_DIGITS):
+        raise _refused("logit_bias", f"{shown(key)} is not a token id", "use token ids as keys")
     return int(key)
+
+
+def _bias(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise _refused("logit_bias", f"{shown(value)} is too large", "use numbers from -100 to 100") from error
 
 
 def _refused(field: str, problem: str, remedy: str, reason: str = "INVALID_FIELD") -> InvalidRequest:

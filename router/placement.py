@@ -90,12 +90,17 @@ def widest(matches: Iterable[Match]) -> Room:
 def check_prompt_length(prompt_tokens: int, limit: Room) -> None:
     """Raises InvalidRequest with both counts for a prompt that no pair can ever take."""
     if prompt_tokens > limit.prompt:
-        raise InvalidRequest(
-            f"the prompt has {prompt_tokens} tokens, the pool takes at most {limit.prompt} (context {limit.total})",
-            reason="PROMPT_TOO_LONG",
-            field="prompt",
-            remedy=f"shorten the prompt to {limit.prompt} tokens or fewer",
-        )
+        raise too_long(f"{prompt_tokens} tokens", limit)
+
+
+def too_long(size: str, limit: Room) -> InvalidRequest:
+    """For a prompt of that size, in words."""
+    return InvalidRequest(
+        f"the prompt has {size}, the pool takes at most {limit.prompt} tokens (context {limit.total})",
+        reason="PROMPT_TOO_LONG",
+        field="prompt",
+        remedy=f"shorten the prompt to {limit.prompt} tokens or fewer",
+    )
 
 
 def prefill_cost(load: Load, prompt_tokens: int, held_tokens: int, page_size: int) -> float:

@@ -33,8 +33,11 @@ from router.placement import widest
 from router.pool import Pool
 from router.request import Ask, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.settings import RouterSettings
+from router.tokens import check_message_count
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_LABEL = 256  # characters
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
@@ -127,10 +130,22 @@ def ask_from_proto(message: gateway_pb2.GenerateRequest, timeout_s: float | None
         sampling=sampling_from_proto(message.sampling),
         model=message.model,
         adapter=message.adapter,
-        label=message.request_id,
+        label=_label(message.request_id),
         want_record=message.want_record,
         timeout_s=timeout_s,
     )
+
+
+def _label(request_id: str) -> str:
+    """The caller's name for its request, which goes to the logs."""
+    if len(request_id) > MAX_LABEL:
+        raise InvalidRequest(
+            f"it has {len(request_id)} characters",
+            reason="INVALID_REQUEST_ID",
+            field="request_id",
+            remedy=f"use at most {MAX_LABEL}",
+        )
+    return request_id
 
 
 def prompt_from_proto(message: gateway_pb2.GenerateRequest) -> Prompt:
@@ -139,6 +154,7 @@ def prompt_from_proto(message: gateway_pb2.GenerateRequest) -> Prompt:
     if kind == "text":
         return TextPrompt(message.text)
     if kind == "chat":
+        check_message_count(len(message.chat.messages))
         return ChatPrompt(tuple({"role": m.role, "content": m.content} for m in message.chat.messages))
     if kind == "tokens":
         return TokenPrompt(tuple(message.tokens.ids))

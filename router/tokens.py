@@ -1,7 +1,8 @@
 """Tokenizers by digest: fetched from a worker that has it, verified, and kept.
 
 The cache is bounded (least recently used goes first); concurrent requests for one digest
-share one fetch. Building a tokenizer and encoding long texts run off the event loop.
+share one fetch. Building a tokenizer and encoding long texts run off the event loop, and a text
+that cannot fit is refused before it is encoded.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from pdserve.errors import DataLoss, InvalidRequest, NotFound, PdserveError, Unavailable
+from pdserve.errors import DataLoss, InvalidRequest, NotFound, PdserveError, Unavailable, shown
 from pdserve.tokenizer import Bundle, Tokenizer
 from router.channels import WorkerChannels
 from router.gate import Member
-from router.request import ChatPrompt, Prompt, TokenPrompt
+from router.placement import Room, too_long
+from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.wire import fetch_bundle
 
+MAX_MESSAGES = 4096
 _INLINE_CHARACTERS = 2000  # encoding this much takes well under a millisecond
+_MESSAGE_CHARACTERS = 50  # what a template does for a message takes as long as encoding this much
 
 
 class BundleCache:
@@ -85,8 +89,8 @@ def _open(data: bytes, digest: bytes) -> Tokenizer:
     return Tokenizer(bundle)
 
 
-async def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The prompt's ids. Raises InvalidRequest for an empty prompt, or text without a tokenizer."""
+async def encode(prompt: Prompt, tokenizer: Tokenizer | None, limit: Room) -> tuple[int, ...]:
+    """The prompt's ids. Raises InvalidRequest for an empty prompt, text without a tokenizer or beyond `limit`."""
     if isinstance(prompt, TokenPrompt):
         return prompt.ids
     if tokenizer is None:
@@ -94,17 +98,44 @@ async def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]
             "this model has no tokenizer", reason="NO_TOKENIZER", field="prompt", remedy="send token ids"
         )
     if isinstance(prompt, ChatPrompt):
-        if not prompt.messages:
-            raise _empty("messages", "send at least one message")
-        characters = sum(len(message.get("content", "")) for message in prompt.messages)
-        if characters <= _INLINE_CHARACTERS:
-            return tokenizer.apply_chat(prompt.messages)
-        return await asyncio.to_thread(tokenizer.apply_chat, prompt.messages)
-    if not prompt.text:
+        check_message_count(len(prompt.messages))
+        size = sum(_MESSAGE_CHARACTERS + sum(map(len, message.values())) for message in prompt.messages)
+    else:
+        size = len(prompt.text)
+    if not size:
         raise _empty("prompt", "send some text")
-    if len(prompt.text) <= _INLINE_CHARACTERS:
-        return tokenizer.encode(prompt.text)
-    return await asyncio.to_thread(tokenizer.encode, prompt.text)
+    if size <= _INLINE_CHARACTERS:
+        return _encode(prompt, tokenizer, limit)
+    return await asyncio.to_thread(_encode, prompt, tokenizer, limit)
+
+
+def check_message_count(count: int) -> None:
+    """Raises InvalidRequest. For doors too, before they turn each message into an object."""
+    if not count:
+        raise _empty("messages", "send at least one message")
+    if count > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"there are {count} messages",
+            reason="TOO_MANY_MESSAGES",
+            field="messages",
+            remedy=f"send at most {MAX_MESSAGES}",
+        )
+
+
+def _encode(prompt: TextPrompt | ChatPrompt, tokenizer: Tokenizer, limit: Room) -> tuple[int, ...]:
+    """On the event loop or in a thread."""
+    if isinstance(prompt, ChatPrompt):
+        # Special tokens, the begin token too, are the template's business.
+        return tokenizer.encode(_fitting(tokenizer.render_chat(prompt.messages), tokenizer, limit), add_special=False)
+    return tokenizer.encode(_fitting(prompt.text, tokenizer, limit))
+
+
+def _fitting(text: str, tokenizer: Tokenizer, limit: Room) -> str:
+    """The text. Raises InvalidRequest when it is so long that its tokens need not be counted."""
+    # A character has at least one byte, so this many characters are too many bytes.
+    if len(text) > tokenizer.most_bytes(limit.prompt):
+        raise too_long(f"{len(text)} characters", limit)
+    return text
 
 
 def _empty(field: str, remedy: str) -> InvalidRequest:
@@ -119,5 +150,5 @@ def holders(members: Sequence[Member], digest: bytes) -> tuple[Member, ...]:
 def unknown_model(model: str, served: Sequence[str]) -> NotFound:
     listed = ", ".join(served) or "none"
     return NotFound(
-        f"model {model!r} is not served", reason="UNKNOWN_MODEL", field="model", remedy=f"served models: {listed}"
+        f"model {shown(model)} is not served", reason="UNKNOWN_MODEL", field="model", remedy=f"served models: {listed}"
     )

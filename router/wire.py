@@ -7,8 +7,8 @@ reason WORKER_LOST, so that the caller can tell a dead worker from one that answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from cache_transfer.wire import (
     ticket_from_proto,
     ticket_to_proto,
 )
-from pdserve.errors import DataLoss, DeadlineExceeded, FieldDifference, Internal, PdserveError, Unavailable
+from pdserve.errors import ConfigError, DataLoss, DeadlineExceeded, FieldDifference, Internal, PdserveError, Unavailable
 from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.rpc.status import difference_from_proto, from_detail, from_rpc_error, has_detail, is_lost
@@ -87,7 +87,7 @@ class DecodeCall:
         self._reading: asyncio.Task[DecodeEvent] | None = None
 
     async def __aenter__(self) -> DecodeCall:
-        stub: Any = decode_pb2_grpc.DecodeStub(self._open.enter_context(self._channels.use(self._address)))
+        stub: Any = decode_pb2_grpc.DecodeStub(self._open.enter_context(connected(self._channels, self._address)))
         self._call = stub.Generate(timeout=self._timeout_s)
         return self
 
@@ -182,7 +182,7 @@ async def run_prefill(
         logits_only=admitted.logits_only,
         decode_contract=contract_to_proto(admitted.contract),
     )
-    with channels.use(address) as channel:
+    with connected(channels, address) as channel:
         stub: Any = prefill_pb2_grpc.PrefillStub(channel)
         try:
             r: prefill_pb2.RunResponse = await stub.Run(run, timeout=timeout_s)
@@ -204,7 +204,7 @@ async def fetch_bundle(channels: WorkerChannels, address: str, digest: bytes, ti
     """Worker/GetTokenizer: the whole bundle, not yet verified. Raises DataLoss for a wrong length."""
     data = bytearray()
     total = 0
-    with channels.use(address) as channel:
+    with connected(channels, address) as channel:
         stub: Any = worker_pb2_grpc.WorkerStub(channel)
         pieces: AsyncIterator[worker_pb2.BundlePiece] = stub.GetTokenizer(
             worker_pb2.GetTokenizerRequest(digest=digest), timeout=timeout_s
@@ -220,6 +220,16 @@ async def fetch_bundle(channels: WorkerChannels, address: str, digest: bytes, ti
     if not data or len(data) != total:
         raise DataLoss(f"{address} sent {len(data)} of {total} tokenizer bytes", reason="BUNDLE_LENGTH")
     return bytes(data)
+
+
+@contextmanager
+def connected(channels: WorkerChannels, address: str) -> Iterator[grpc.aio.Channel]:
+    """The channel for one call. Raises Unavailable for an address that this router cannot or may not connect to."""
+    try:
+        with channels.use(address) as channel:
+            yield channel
+    except ConfigError as error:  # of this one worker: others may well be reachable
+        raise lost(address, str(error)) from error
 
 
 def call_error(error: grpc.RpcError, address: str) -> PdserveError:

@@ -141,24 +141,24 @@ async def test_sixteen_streams_equal_one_process(deployment: Deployment, baselin
     assert all(w.load.steps > 0 for w in workers), "every replica took part"
 
 
-async def busy(worker: Worker) -> None:
-    """Returns once a worker holds pages, so that killing it hits work in progress."""
+async def busy(*workers: Worker) -> None:
+    """Returns once one of the workers holds pages, so that there is work in progress to hit."""
 
     async def look() -> None:
-        while not await held_pages(worker):
+        while not any([await held_pages(worker) for worker in workers]):
             await asyncio.sleep(0.005)  # another process is watched from outside
 
     await asyncio.wait_for(look(), 60.0)
 
 
-def long_requests(count: int) -> list[tuple[tuple[int, ...], SamplingParams]]:
-    """Prompts of many chunks, so that their prefill takes a while."""
+def long_requests(count: int, seed: int) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    """Prompts of many chunks, so that their prefill takes a while; no other seed shares a prefix with them."""
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    return [(prompt(400 + n, seed=100 + n), params) for n in range(count)]
+    return [(prompt(400 + n, seed=seed + n), params) for n in range(count)]
 
 
 async def test_a_prefill_replica_killed_at_work_costs_no_request(deployment: Deployment, baseline: LocalRunner) -> None:
-    asked = long_requests(STREAMS)
+    asked = long_requests(STREAMS, seed=100)
     async with AsyncClient(deployment.gateway) as client:
         workers = {worker.worker_id: worker for worker in await settled(client, 4)}
         victim, pid = await replica_pid("pdserve-prefill")
@@ -187,7 +187,7 @@ async def follow(client: AsyncClient, ids: Sequence[int], params: SamplingParams
 async def test_a_killed_decode_replica_ends_only_what_it_had_begun(
     deployment: Deployment, baseline: LocalRunner
 ) -> None:
-    streams, waiting = requests(STREAMS // 2, tokens=160), long_requests(STREAMS // 2)
+    streams, waiting = requests(STREAMS // 2, tokens=160), long_requests(STREAMS // 2, seed=200)
     async with AsyncClient(deployment.gateway) as client:
         workers = await settled(client, 4)
         _, pid = await replica_pid("pdserve-decode")
@@ -198,7 +198,7 @@ async def test_a_killed_decode_replica_ends_only_what_it_had_begun(
         ]
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 60.0)
         later = [asyncio.create_task(ask(client, ids, params)) for ids, params in waiting]
-        await asyncio.gather(*(busy(worker) for worker in workers if worker.role == "prefill"))
+        await busy(*(worker for worker in workers if worker.role == "prefill"))
         os.kill(pid, signal.SIGKILL)
         ended, got = await asyncio.gather(*running), await asyncio.gather(*later)
         assert list(got) == expected(baseline, waiting), "no first token yet: they succeed elsewhere"
@@ -212,7 +212,7 @@ async def test_a_killed_decode_replica_ends_only_what_it_had_begun(
         assert await ask(client, *waiting[0]) == got[0]
 
 
-def test_serve_deploy_builds_one_application_per_pool(config: Config) -> None:
+async def test_serve_deploy_builds_one_application_per_pool(config: Config) -> None:
     for pool in pools(config):
         built = build({"pool": pool.role})
         deployment = built._bound_deployment
@@ -221,7 +221,7 @@ def test_serve_deploy_builds_one_application_per_pool(config: Config) -> None:
         build({"pool": "middle"})
 
 
-def test_resources_of_a_replica_are_what_the_configuration_says() -> None:
+async def test_resources_of_a_replica_are_what_the_configuration_says() -> None:
     config = load_config(None, {"pools": {"prefill": 3, "prefill_cpus": 2.5, "decode_gpus": 1, "decode_cpus": 4}})
     options = {}
     for pool in pools(config):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NoReturn
 
-from cache_transfer.contract import WorkerContract
+from cache_transfer.contract import Endpoint, WorkerContract
 from cache_transfer.wire import contract_from_proto, contract_to_proto, endpoint_from_proto, endpoint_to_proto
-from pdserve.errors import InvalidRequest
+from pdserve.errors import ConfigError, InvalidRequest, shown
 from pdserve.registry.records import DECODE, DRAINING, PREFILL, READY, STALLED, STARTING, LiveRecord, Load, WorkerRecord
+from pdserve.rpc.settings import split_address
 from pdserve.v1 import common_pb2, gateway_pb2, registry_pb2
 
 MAX_RECORD_BYTES = 256 * 1024  # serialized
@@ -78,8 +80,8 @@ def record_from_proto(message: registry_pb2.WorkerRecord) -> WorkerRecord:
         incarnation=check_incarnation(message.incarnation),
         state=check_state(status.state),
         model=_text("model", status.model, MAX_MODEL),
-        endpoints=tuple(endpoint_from_proto(endpoint) for endpoint in status.endpoints),
-        transfer=tuple(endpoint_from_proto(endpoint) for endpoint in message.transfer),
+        endpoints=_endpoints("endpoints", status.endpoints),
+        transfer=_endpoints("transfer", message.transfer),
         contract=contract,
         load=load_from_proto(status.load),
         lease_s=message.lease_ms / 1000,
@@ -87,6 +89,17 @@ def record_from_proto(message: registry_pb2.WorkerRecord) -> WorkerRecord:
     if status.contract_digest != digest:
         _fail("contract_digest", "is not the digest of the contract", "the SHA-256 that docs/protocol.md describes")
     return record
+
+
+def _endpoints(name: str, messages: Iterable[common_pb2.Endpoint]) -> tuple[Endpoint, ...]:
+    """Whoever reads the record connects to these, so none may be such that no channel can be made."""
+    endpoints = tuple(map(endpoint_from_proto, messages))
+    for endpoint in endpoints:
+        try:
+            split_address(endpoint.address)
+        except ConfigError:
+            _fail(name, f"has the address {shown(endpoint.address)}", "host:port")
+    return endpoints
 
 
 @lru_cache(maxsize=_REMEMBERED_CONTRACTS)

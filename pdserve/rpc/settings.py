@@ -110,7 +110,7 @@ def join_address(host: str, port: int) -> str:
 def split_address(address: str) -> tuple[str, int]:
     """The inverse of `join_address`. Raises ConfigError unless it is host:port with a port of 1 to 65535."""
     host, separator, port = address.rpartition(":")
-    if not (separator and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not (separator and host and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
         raise ConfigError(
             f"{address!r} is not an address", reason="BAD_ADDRESS", field="address", remedy="use host:port"
         )
@@ -136,6 +136,18 @@ def check_plaintext(host: str, settings: RpcSettings) -> None:
             field="allow_plaintext",
             remedy="use a loopback address such as 127.0.0.1, or set allow_plaintext = true on a network you trust",
         )
+
+
+def check_advertised(name: str, address: str, settings: RpcSettings) -> None:
+    """Raises ConfigError naming the setting `name` unless others can connect to `address`; empty: none is set."""
+    if not address:
+        return
+    try:
+        host, _ = split_address(address)
+        check_plaintext(host, settings)
+    except ConfigError as error:
+        problem = f"others cannot connect to {address!r}: {error.message}"
+        raise ConfigError(problem, reason=error.reason, field=name, remedy=error.remedy) from error
 
 
 def _ms(seconds: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from tokenizers import Tokenizer as Backend
@@ -13,9 +14,14 @@ from pdserve.tokenizer.chat import ChatTemplate
 from pdserve.tokenizer.detokenizer import IncrementalDetokenizer
 from pdserve.tokenizer.pieces import Pieces, plan_of
 
+# The batch call below has only one text: threads would only cost, and the library warns of them at a fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 
 class Tokenizer:
     """Thread-safe after construction. Callers bound the length of what they encode.
+
+    A long `encode` in a thread leaves the other threads running.
 
     Special-token text in a prompt is parsed as that token, as the reference implementation does.
     """
@@ -32,6 +38,7 @@ class Tokenizer:
                 field="bundle.vocab_size",
                 remedy="build the bundle again from the model's files",
             )
+        self.longest_token_bytes = max(map(_utf8_bytes, self._backend.get_vocab(with_added_tokens=True)), default=1)
         # Only the decoder is read from the JSON: the library does not show a decoder's parameters.
         plan = plan_of(json.loads(bundle.tokenizer_json)["decoder"])
         self.pieces = Pieces(self._backend, plan, frozenset(bundle.eos_ids))
@@ -57,10 +64,20 @@ class Tokenizer:
                 field="prompt",
                 remedy="send valid Unicode",
             ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        # A batch of one: only the batch calls release the GIL, and a long text takes seconds.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
+        ids: list[int] = encoding.ids
         if add_special and self.bundle.add_bos and ids[1:2] == [self.bundle.bos_id]:
             ids = ids[1:]
         return tuple(ids)
+
+    def most_bytes(self, tokens: int) -> int:
+        """UTF-8 bytes of text beyond which it has more than `tokens` tokens, found without encoding it.
+
+        Longest token times count: generous where tokens are spelled in letters of several bytes. Only a
+        normalizer that drops or folds most of a text could fit more into as many tokens.
+        """
+        return tokens * self.longest_token_bytes
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
         """The prompt text of a conversation. Raises InvalidRequest (see `chat.ChatTemplate.render`)."""
@@ -100,3 +117,7 @@ def vocab_size_of(backend: Backend) -> int:
     """Highest id plus one, added tokens included."""
     ids: Iterable[int] = backend.get_vocab(with_added_tokens=True).values()
     return max(ids, default=-1) + 1
+
+
+def _utf8_bytes(token: str) -> int:
+    return len(token.encode())
