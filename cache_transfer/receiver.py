@@ -297,4 +297,9 @@ def _out_of_order(message: Request | None, expected: str) -> PdserveError:
 
 
 def _sender_gone() -> Cancelled:
-    return Cancelled("the sender went away before its commit", reason="SENDER_GONE")
+    return Cancelled(
+        "the sender went away before its commit",
+        reason="SENDER_GONE",
+        field="push",
+        remedy="see the prefill worker's log; the handoff may be tried again with a new ticket",
+    )

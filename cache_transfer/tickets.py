@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 HANDOFF_ID_BYTES = 16
 SECRET_BYTES = 32
+_NEW_TICKET = "ask for a new ticket"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ class TicketBook:
         """
         old = self._entries.get(handoff_id)
         if old is None:
-            raise Refused("this handoff is over", reason="TICKET_UNKNOWN", remedy="start a new request")
+            raise Refused(
+                "this handoff is over", reason="TICKET_UNKNOWN", field="handoff_id", remedy="start a new request"
+            )
         return self._enter(
             old.request_id,
             handoff_id,
@@ -208,19 +211,22 @@ class TicketBook:
     def _find(self, opening: PushOpening) -> _Entry:
         """The entry whose current, unclaimed, unexpired ticket the opening names."""
         if opening.incarnation != self.incarnation:
-            raise Fenced("the ticket is of another start of this worker", reason="INCARNATION")
+            raise _fenced("the ticket is of another start of this worker", "INCARNATION", "incarnation")
         entry = self._entries.get(opening.handoff_id)
         if entry is None or opening.attempt > entry.ticket.attempt:
-            raise Refused("no such ticket", reason="TICKET_UNKNOWN", remedy="ask for a new ticket")
+            raise Refused("no such ticket", reason="TICKET_UNKNOWN", field="handoff_id", remedy=_NEW_TICKET)
         if opening.attempt < entry.ticket.attempt:
-            raise Fenced(
-                f"attempt {opening.attempt} was replaced by attempt {entry.ticket.attempt}", reason="ATTEMPT_STALE"
-            )
+            stale = f"attempt {opening.attempt} was replaced by attempt {entry.ticket.attempt}"
+            raise _fenced(stale, "ATTEMPT_STALE", "attempt")
         if entry.claimed:
-            raise Fenced("the ticket was claimed before", reason="TICKET_USED")
+            raise _fenced("the ticket was claimed before", "TICKET_USED", "attempt")
         if self.clock() >= entry.expires_at:
-            raise Refused("the ticket has expired", reason="TICKET_EXPIRED", remedy="ask for a new ticket")
+            raise Refused("the ticket has expired", reason="TICKET_EXPIRED", field="ttl_ms", remedy=_NEW_TICKET)
         return entry
+
+
+def _fenced(problem: str, reason: str, field: str) -> Fenced:
+    return Fenced(problem, reason=reason, field=field, remedy=_NEW_TICKET)
 
 
 def make_opening(
@@ -242,7 +248,13 @@ def make_opening(
 def _check_opening(opening: PushOpening, entry: _Entry, contract: WorkerContract) -> tuple[FieldDifference, ...]:
     """Returns the differences that are converted. The order puts the most telling error first."""
     if not digests.same(digests.proof(entry.ticket.secret, opening.identity), opening.proof):
-        raise DataLoss("the sender's proof does not match its ticket and identity", reason="PROOF", retryable=False)
+        raise DataLoss(
+            "the sender's proof does not match its ticket and identity",
+            reason="PROOF",
+            field="proof",
+            remedy="prove the ticket's own secret over the identity that is sent",
+            retryable=False,
+        )
     if opening.integrity != INTEGRITY:
         raise InvalidRequest(
             f"{opening.integrity[:32]!r} is not known", reason="INTEGRITY", field="integrity", remedy=f"use {INTEGRITY}"

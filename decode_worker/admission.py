@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cache_transfer.contract import HandoffIdentity, WorkerContract, check_compatible, prompt_digest
 from decode_worker.generation import check_endings
-from pdserve.errors import FieldDifference, InvalidRequest, NotFound
-from pdserve.request import SamplingParams, check_token_ids
+from pdserve.errors import FieldDifference, InvalidRequest
+from pdserve.request import SamplingParams, check_served, check_token_ids
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,7 @@ def check_request(request: DecodeRequest, limits: Limits) -> Admission:
         InvalidRequest: EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, PROMPT_TOO_LONG, POOL_TOO_SMALL, INVALID_<sampling field>,
             NO_TOKENIZER, INVALID_OUTPUT_IDS.
     """
-    if request.model and request.model != limits.model:
-        raise NotFound(
-            f"this worker serves {limits.model!r}, not {request.model!r}",
-            reason="UNKNOWN_MODEL",
-            field="model",
-            remedy="ask a worker whose record names the model",
-        )
-    if request.adapter is not None:
-        raise NotFound(
-            f"this worker has no adapter {request.adapter.hex()[:16]}",
-            reason="UNKNOWN_ADAPTER",
-            field="adapter_digest",
-            remedy="ask for the base model",
-        )
+    check_served(limits.model, request.model, request.adapter)
     conversions = check_compatible(request.prefill_contract, limits.contract)
     vocab = limits.contract.vocab_size
     check_token_ids(request.prompt_ids, vocab, "prompt_ids")

@@ -222,8 +222,7 @@ def _greedy(row: Tensor) -> Choice:
     """Argmax of one [vocab] row, the first of equals. On the host in place: far faster than a copy and torch's."""
     scores = row.detach().cpu().numpy()
     token = int(scores.argmax())
-    _check_best(float(scores[token]))
-    return Choice(token)
+    return _checked(token, float(scores[token]))
 
 
 def _greedy_batch(rows: Sequence[Tensor]) -> list[Choice | PdserveError]:
@@ -254,7 +253,7 @@ def _guarded(choose: Callable[P, Choice], *args: P.args, **kwargs: P.kwargs) -> 
         return error
     except Exception:
         log.exception("a token could not be chosen")
-        return Internal("a token could not be chosen", reason="SAMPLER_FAILED", remedy="see the worker's log")
+    return Internal("a token could not be chosen", reason="SAMPLER_FAILED", remedy="see the worker's log")
 
 
 def _repelled(scores: Floats, penalty: float) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pdserve.errors import InvalidRequest, shown
+from pdserve.errors import InvalidRequest, NotFound, shown
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -86,6 +86,24 @@ def check_token_ids(ids: tuple[int, ...], vocab_size: int, name: str = "prompt")
                 field=name,
                 remedy=f"use ids from 0 to {vocab_size - 1}",
             )
+
+
+def check_served(served: str, model: str, adapter: bytes | None) -> None:
+    """Raises NotFound for another model than the worker serves (empty: any), or for an adapter."""
+    if model and model != served:
+        raise NotFound(
+            f"this worker serves {served!r}, not {model!r}",
+            reason="UNKNOWN_MODEL",
+            field="model",
+            remedy="ask a worker whose record names the model",
+        )
+    if adapter is not None:
+        raise NotFound(
+            f"this worker has no adapter {adapter.hex()[:16]}",
+            reason="UNKNOWN_ADAPTER",
+            field="adapter_digest",
+            remedy="ask for the base model",
+        )
 
 
 def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

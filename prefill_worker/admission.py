@@ -12,8 +12,8 @@ from cache_transfer.contract import (
     check_identity,
     prompt_digest,
 )
-from pdserve.errors import InvalidRequest, NotFound
-from pdserve.request import check_token_ids
+from pdserve.errors import InvalidRequest
+from pdserve.request import check_served, check_token_ids
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,7 @@ def check_request(request: PrefillRequest, limits: Limits) -> None:
         InvalidRequest: EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, PROMPT_TOO_LONG, POOL_TOO_SMALL, INVALID_TICKET.
         Incompatible: the receiver's contract or expected identity differs; names the field.
     """
-    if request.model and request.model != limits.model:
-        raise NotFound(
-            f"this worker serves {limits.model!r}, not {request.model!r}",
-            reason="UNKNOWN_MODEL",
-            field="model",
-            remedy="ask a worker whose record names the model",
-        )
-    if request.adapter is not None:
-        raise NotFound(
-            f"this worker has no adapter {request.adapter.hex()[:16]}",
-            reason="UNKNOWN_ADAPTER",
-            field="adapter_digest",
-            remedy="ask for the base model",
-        )
+    check_served(limits.model, request.model, request.adapter)
     check_token_ids(request.prompt_ids, limits.contract.vocab_size, "prompt_ids")
     if request.output_ids:
         check_token_ids(request.output_ids, limits.contract.vocab_size, "output_ids")

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, OrderedDict
 
 from cache_transfer.transport import GrpcTransport
-from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.errors import ConfigError, Unavailable
 from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.settings import RpcSettings
 
@@ -23,14 +23,14 @@ class Peers:
         self._idle: OrderedDict[str, None] = OrderedDict()  # longest idle first
 
     def take(self, address: str) -> GrpcTransport:
-        """A transport for one handoff; `give_back` ends its use. Raises InvalidRequest (BAD_ADDRESS)."""
+        """A transport for one handoff; `give_back` ends its use. Raises Unavailable (BAD_ADDRESS)."""
         asyncio.get_running_loop()
         if self._pool is None:
             self._pool = ChannelPool(self._settings)
         try:
             channel = self._pool.get(address)
         except ConfigError as error:
-            raise InvalidRequest(
+            raise Unavailable(  # another prefill or decode worker may do
                 f"cannot push to {address!r}: {error.message}",
                 reason="BAD_ADDRESS",
                 field="ticket.endpoints",

@@ -31,7 +31,7 @@ from pdserve.engine.checks import check_written
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import StepOutput, StepPlan
 from pdserve.engine.runner import EngineThread
-from pdserve.errors import DeadlineExceeded, Internal, InvalidRequest, PdserveError, Unavailable
+from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Unavailable
 from pdserve.rpc.background import Background
 from prefill_worker.admission import PrefillRequest, receiver_address
 from prefill_worker.handoff import Job, exit_state
@@ -83,7 +83,7 @@ class Pipeline:
         self._wake = asyncio.Event()  # the loop has something to look at
 
     def submit(self, request: PrefillRequest, deadline_s: float) -> Job:
-        """Queues a checked request. Raises Exhausted (QUEUE_FULL) or InvalidRequest (BAD_ADDRESS)."""
+        """Queues a checked request. Raises Exhausted (QUEUE_FULL) or what `Peers.take` raises."""
         now = time.monotonic()
         self._submitted += 1
         prompt = Prompt(
@@ -103,7 +103,7 @@ class Pipeline:
         try:
             address = receiver_address(request.ticket)
             transport = self._peers.take(address)
-        except InvalidRequest:
+        except PdserveError:
             self.scheduler.release(prompt, State.REFUSED)
             raise
         job = Job(request, prompt, address, transport, asyncio.get_running_loop().create_future(), received=now)

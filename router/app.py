@@ -18,6 +18,7 @@ from pdserve.registry.service import add_registry
 from pdserve.rpc.server import Server
 from router.channels import WorkerChannels
 from router.gate import Gate
+from router.http_protocol import HttpLimits
 from router.http_server import HttpServer
 from router.intake import Intake
 from router.openai_http import OpenAiApi
@@ -28,6 +29,8 @@ from router.settings import RouterSettings
 from router.tokens import BundleCache
 
 log = logging.getLogger(__name__)
+
+FAREWELL_S = 2.0  # for the clients of requests that a drain has ended to take the error
 
 
 class Router:
@@ -55,7 +58,8 @@ class Router:
         self.orchestrator = Orchestrator(self.pool, self.channels, settings)
         self.grpc = self._gateway()
         app = OpenAiApi(self.intake, self.orchestrator, self.pool, settings).app()
-        self.http = HttpServer(app, settings.http_interface, settings.http_port, settings.rpc)
+        limits = HttpLimits(settings.http_connections, settings.http_header_s)
+        self.http = HttpServer(app, settings.http_interface, settings.http_port, settings.rpc, limits)
 
     @property
     def address(self) -> str:
@@ -84,11 +88,17 @@ class Router:
         log.info("router: gRPC on %s, HTTP on %s", self.address, self.http_address)
 
     async def drain(self, grace_s: float | None = None) -> None:
-        """Takes no new requests and gives those in flight `grace_s` seconds, then cancels them."""
+        """Takes no new requests and gives those in flight `grace_s` seconds, then ends them with Unavailable."""
         grace_s = self.settings.grace_s if grace_s is None else grace_s
         if self.grpc.address:
             await self.grpc.set_serving(False)
-        await asyncio.gather(self.http.stop(grace_s), self.grpc.stop(grace_s))
+        ending = asyncio.get_running_loop().call_later(grace_s, self.orchestrator.end)
+        try:
+            # The doors stay a little longer, to tell the clients.
+            await asyncio.gather(self.http.stop(grace_s + FAREWELL_S), self.grpc.stop(grace_s + FAREWELL_S))
+        finally:
+            ending.cancel()
+            self.orchestrator.end()
 
     async def stop(self) -> None:
         """Ends everything now. Idempotent. No task, channel or socket is left."""

@@ -28,6 +28,16 @@ def silent(member: Member, limit_s: float) -> Unavailable:
     )
 
 
+def draining() -> Unavailable:
+    """For a request that the end of this router overtakes."""
+    return Unavailable(
+        "this router is shutting down",
+        reason="DRAINING",
+        field="router",
+        remedy="send the request again, to another router or once this one is back",
+    )
+
+
 def deadline_exceeded(request: Request, output_tokens: int) -> DeadlineExceeded:
     stage = f"after {output_tokens} tokens" if output_tokens else "before its first token"
     return DeadlineExceeded(

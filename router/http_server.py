@@ -1,4 +1,4 @@
-"""uvicorn inside our own event loop: our socket, our signals, our end."""
+"""uvicorn inside our own event loop: our socket, our signals, our limits (http_protocol), our end."""
 
 from __future__ import annotations
 
@@ -12,18 +12,28 @@ from starlette.types import ASGIApp
 
 from pdserve.errors import ConfigError, Internal
 from pdserve.rpc.settings import RpcSettings, check_plaintext, join_address
+from router.http_protocol import MAX_HEADER_BYTES, HttpLimits, bounded
 
 
 class HttpServer:
     """One listener. States: built -> start() -> serving -> stop() -> stopped."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, rpc: RpcSettings) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, rpc: RpcSettings, limits: HttpLimits) -> None:
         """Raises ConfigError when `host` is not loopback and plaintext is not allowed. Port 0: any free one."""
         check_plaintext(host, rpc)
         self._host = host
         self._port = port
         config = uvicorn.Config(
-            app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False
+            app,
+            http=bounded(limits),  # type: ignore[arg-type]  # a function that makes a protocol does what its class does
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # seconds, whole or not
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
         )
         self._server = _Embedded(config)
         self._task: asyncio.Task[None] | None = None
@@ -44,17 +54,17 @@ class HttpServer:
         return self.address
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Takes no new connections, lets requests finish for `grace_s` seconds, cancels the rest. Idempotent."""
+        """Takes no new connections, lets requests finish for `grace_s` seconds, cuts off the rest. Idempotent."""
         task, self._task = self._task, None
         if task is None:
             return
         self._server.should_exit = True
         await asyncio.wait({task}, timeout=grace_s)
-        late = tuple(self._server.server_state.tasks)
-        for request in late:
-            request.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
         self._server.force_exit = True
+        # Requests that are left end by themselves once they see their clients gone.
+        for connection in tuple(self._server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await task
 
     def _bind(self) -> socket.socket:

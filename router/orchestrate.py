@@ -31,7 +31,7 @@ from pdserve.errors import PdserveError
 from pdserve.rpc.events import Accepted, Finish, TokenBatch
 from router.backlog import Backlog, Event
 from router.channels import WorkerChannels
-from router.failures import FIRST_TOKEN_TIMEOUT, deadline_exceeded, movable, silent, unexpected
+from router.failures import FIRST_TOKEN_TIMEOUT, deadline_exceeded, draining, movable, silent, unexpected
 from router.gate import Member, Pair
 from router.placement import cache_tokens
 from router.planner import Planner
@@ -52,28 +52,39 @@ class Orchestrator:
         self._channels = channels
         self._settings = settings
         self._planner = Planner(pool, settings.prefix_blocks, settings.max_attempts, rng or random.Random())
-        self._active = 0
+        self._running: set[asyncio.Task[None]] = set()
+        self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def active(self) -> int:
-        return self._active
+        return len(self._running)
 
     async def idle(self) -> None:
         """Returns once no request is in flight."""
         await self._idle.wait()
 
+    def end(self) -> None:
+        """Ends the requests in flight, and any that comes later, with Unavailable (DRAINING). Idempotent."""
+        if not self._draining:  # a second cancellation would break into their cleaning up
+            self._draining = True
+            for task in self._running:
+                task.cancel()
+
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Accepted, token batches, the record if wanted, and a Finish; or a PdserveError on the way.
 
-        Close the generator (`aclosing`) to cancel. Raises Exhausted at once when too many are active.
+        Close the generator (`aclosing`) to cancel. Raises at once Exhausted when too many are active, and
+        Unavailable after `end`.
         """
-        if self._active >= self._settings.max_active:
-            raise router_full(self._active)
+        if self._draining:
+            raise draining()
+        if self.active >= self._settings.max_active:
+            raise router_full(self.active)
         backlog = Backlog(self._settings.backlog_tokens)
         task = asyncio.create_task(self._run(request, backlog), name=request.id)
-        self._active += 1
+        self._running.add(task)
         self._idle.clear()
         task.add_done_callback(self._ended)
         task.add_done_callback(backlog.ended)
@@ -84,8 +95,8 @@ class Orchestrator:
             await settled(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._active -= 1
-        if not self._active:
+        self._running.discard(task)
+        if not self._running:
             self._idle.set()
 
     async def _run(self, request: Request, backlog: Backlog) -> None:
@@ -103,6 +114,12 @@ class Orchestrator:
         except PdserveError as error:
             outcome = error.reason
             raise
+        except asyncio.CancelledError as error:
+            if not self._draining:
+                raise  # the client's wish
+            end = draining()
+            outcome = end.reason
+            raise end from error
         finally:
             account.log(outcome)
 

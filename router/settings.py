@@ -8,7 +8,15 @@ from pdserve.errors import ConfigError
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings
 
-_SECONDS = ("request_timeout_s", "admit_timeout_s", "first_token_timeout_s", "refresh_s", "client_stall_s", "settle_s")
+_SECONDS = (
+    "request_timeout_s",
+    "admit_timeout_s",
+    "first_token_timeout_s",
+    "refresh_s",
+    "client_stall_s",
+    "settle_s",
+    "http_header_s",
+)
 _COUNTS = (
     "default_max_tokens",
     "max_active",
@@ -18,6 +26,8 @@ _COUNTS = (
     "max_bundles",
     "prefix_blocks",
 )
+
+_IDLE_CONNECTIONS = 256
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,9 @@ class RouterSettings:
     """A client that takes nothing for this long while there is something to take is disconnected.
     Keep it below the decode workers' reader_s (30), or they end the answer first, as SLOW_READER."""
 
+    http_header_s: float = 10.0
+    """An HTTP connection that has not sent the whole header of a request by then is closed."""
+
     settle_s: float = 1.0
     """How long a finished answer waits for the prefill worker's own numbers."""
 
@@ -92,6 +105,11 @@ class RouterSettings:
 
     registry: RegistrySettings = field(default_factory=RegistrySettings)
     """Where workers announce themselves; memory:// embeds the registry in this process."""
+
+    @property
+    def http_connections(self) -> int:
+        """HTTP connections open at a time; those without a request in flight are few, or soon closed."""
+        return self.max_active + _IDLE_CONNECTIONS
 
     @property
     def http_interface(self) -> str:

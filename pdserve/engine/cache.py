@@ -73,8 +73,7 @@ class PagedCache:
         self.storage = torch.zeros(self.layers, 2, *token, self.head_dim, dtype=self.dtype, device=config.device)
         self._slot_axis = 3 if self.heads_first else 2
         self._bytes = self._byte_view()
-        self.written = [0] * self.layers
-        """K and V rows that `write` has stored, per layer."""
+        self.written = [0] * self.layers  # rows that `write` has stored
 
     @property
     def capacity(self) -> int:

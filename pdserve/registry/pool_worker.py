@@ -19,97 +19,20 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
-from typing import Protocol
 
 from cache_transfer.contract import Endpoint, WorkerContract
 from pdserve.errors import Internal, PdserveError, Unavailable
 from pdserve.registry.heartbeat import Heartbeat
+from pdserve.registry.parts import Books, Requests, Settings, Steps
 from pdserve.registry.records import DRAINING, READY, STALLED, STARTING, Load, Registry, WorkerRecord
-from pdserve.registry.settings import RegistrySettings
 from pdserve.registry.worker_service import Accounts, Holding
 from pdserve.rpc.background import Background
 from pdserve.rpc.server import Server
-from pdserve.rpc.settings import RpcSettings
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 5.0  # for a running step, writers and tasks to end once they were told to
 STREAM_GRACE_S = 1.0  # for streams to deliver their last event when the worker stops
-
-
-class Settings(Protocol):
-    """What the settings of both workers have; see there."""
-
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def advertise(self) -> str: ...
-    @property
-    def rpc(self) -> RpcSettings: ...
-    @property
-    def registry(self) -> RegistrySettings: ...
-    @property
-    def reap_s(self) -> float: ...
-    @property
-    def stall_s(self) -> float: ...
-    @property
-    def grace_s(self) -> float: ...
-
-
-class Steps(Protocol):
-    """The engine's thread."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def busy_s(self) -> float: ...
-    def close(self, limit_s: float | None = None) -> bool: ...
-
-
-class Books(Protocol):
-    """Who holds which page."""
-
-    @property
-    def pages(self) -> int: ...
-    @property
-    def free_count(self) -> int: ...
-    @property
-    def held_count(self) -> int: ...
-    @property
-    def cached_count(self) -> int: ...
-    def holdings(self) -> Mapping[str, tuple[int, ...]]: ...
-    def check_integrity(self) -> None: ...
-
-
-class Requests(Protocol):
-    """What a worker's pipeline does for the way to the end."""
-
-    @property
-    def quiet(self) -> asyncio.Event:
-        """Set while no request is here."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """Requests that are here."""
-        ...
-
-    def loop(self) -> Coroutine[None, None, None]:
-        """Plans and runs steps until it is cancelled."""
-        ...
-
-    def reap(self, now: float) -> None:
-        """Ends what is overdue at `now`, in monotonic seconds."""
-        ...
-
-    def end_all(self, error: PdserveError) -> None:
-        """Tells every request to end with `error`."""
-        ...
 
 
 class PoolWorker(ABC):

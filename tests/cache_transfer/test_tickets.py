@@ -27,6 +27,7 @@ def claim(book: TicketBook, ticket: Ticket) -> Claim:
 def reason_of(book: TicketBook, ticket: Ticket) -> tuple[type[PdserveError], str]:
     with pytest.raises(PdserveError) as caught:
         claim(book, ticket)
+    assert caught.value.field and caught.value.remedy
     return type(caught.value), caught.value.reason
 
 

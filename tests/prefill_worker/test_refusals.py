@@ -9,7 +9,7 @@ import pytest
 
 from cache_transfer.contract import WorkerContract
 from cache_transfer.wire import contract_to_proto
-from pdserve.errors import DataLoss, Incompatible, InvalidRequest, NotFound, PdserveError
+from pdserve.errors import DataLoss, Incompatible, InvalidRequest, NotFound, PdserveError, Unavailable
 from pdserve.v1 import common_pb2
 from tests.engine.tiny import prompt, spec, tiny_engine
 from tests.prefill_worker.rig import Rig, check_equal, local, rig
@@ -140,20 +140,23 @@ async def test_decode_cannot_hold_the_whole_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "reason"),
+    ("endpoint", "kind", "reason"),
     [
-        (common_pb2.Endpoint(transport="rdma", address="127.0.0.1:1"), "NO_ENDPOINT"),
-        (common_pb2.Endpoint(transport="grpc", address="127.0.0.1:1", end_layer=1), "NO_ENDPOINT"),
-        (common_pb2.Endpoint(transport="grpc", address="nowhere"), "BAD_ADDRESS"),
-        (common_pb2.Endpoint(transport="grpc", address="192.0.2.1:5000"), "BAD_ADDRESS"),  # no plaintext beyond here
+        (common_pb2.Endpoint(transport="rdma", address="127.0.0.1:1"), InvalidRequest, "NO_ENDPOINT"),
+        (common_pb2.Endpoint(transport="grpc", address="127.0.0.1:1", end_layer=1), InvalidRequest, "NO_ENDPOINT"),
+        (common_pb2.Endpoint(transport="grpc", address="nowhere"), Unavailable, "BAD_ADDRESS"),
+        # no plaintext beyond here
+        (common_pb2.Endpoint(transport="grpc", address="192.0.2.1:5000"), Unavailable, "BAD_ADDRESS"),
     ],
 )
-async def test_a_ticket_that_leads_nowhere_is_refused(endpoint: common_pb2.Endpoint, reason: str) -> None:
+async def test_a_ticket_that_leads_nowhere_is_refused(
+    endpoint: common_pb2.Endpoint, kind: type[PdserveError], reason: str
+) -> None:
     async with rig() as made:
         request = made.request(prompt(9))
         del request.ticket.endpoints[:]
         request.ticket.endpoints.append(endpoint)
-        error = await refused(made, InvalidRequest, request)
+        error = await refused(made, kind, request)
         assert (error.reason, error.field) == (reason, "ticket.endpoints")
 
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from cache_transfer.contract import Endpoint
 from pdserve.errors import InvalidRequest
+from pdserve.registry.records import DECODE
 from pdserve.registry.wire import record_from_proto, record_to_proto
 from tests.registry.records import CONTRACT, record
 
@@ -36,3 +38,11 @@ def test_a_known_contract_with_a_wrong_digest_or_a_broken_one_is_refused_every_t
         with pytest.raises(InvalidRequest) as caught:
             record_from_proto(message)
         assert caught.value.field == "contract.page_size"
+
+
+@pytest.mark.parametrize("address", ["myhost", "myhost:", ":5000", "myhost:0", "myhost:65536", "myhost:http"])
+@pytest.mark.parametrize("name", ["endpoints", "transfer"])
+def test_an_address_that_no_channel_can_be_made_to_is_refused(name: str, address: str) -> None:
+    with pytest.raises(InvalidRequest, match="host:port") as caught:
+        record_from_proto(record_to_proto(replace(record(role=DECODE), **{name: (Endpoint(address),)})))  # type: ignore[arg-type]
+    assert caught.value.field == name

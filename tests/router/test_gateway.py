@@ -203,3 +203,17 @@ async def test_an_empty_router_says_that_no_worker_has_come() -> None:
         with pytest.raises(Unavailable) as caught:
             await client.complete(token_ids=IDS)
         assert caught.value.reason == "NO_WORKER"
+
+
+async def test_a_label_and_the_number_of_messages_are_bounded(made: House) -> None:
+    async with grpc.aio.insecure_channel(made.router.address) as channel:
+        stub: Any = gateway_pb2_grpc.GatewayStub(channel)
+        messages = [gateway_pb2.ChatMessage()] * 4097
+        for request, field in (
+            (gateway_pb2.GenerateRequest(text="hi", request_id="n" * 257), "request_id"),
+            (gateway_pb2.GenerateRequest(chat=gateway_pb2.ChatPrompt(messages=messages)), "messages"),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                await stub.Generate(request).read()
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, InvalidRequest) and error.field == field

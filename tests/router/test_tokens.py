@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,16 +15,19 @@ from cache_transfer.contract import Endpoint
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.registry.records import PREFILL
 from pdserve.rpc.server import Server
+from pdserve.tokenizer import Tokenizer
 from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from router.channels import WorkerChannels
 from router.gate import Member
-from router.request import ChatPrompt, TextPrompt, TokenPrompt
-from router.tokens import BundleCache, encode
+from router.placement import Room
+from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.tokens import MAX_MESSAGES, BundleCache, encode
 from tests.router.support import bundle, member
 
 GOOD = bundle().to_bytes()
 DIGEST = bundle().digest()
+ROOM = Room(prompt=255, total=256)
 
 
 @dataclass
@@ -122,8 +126,59 @@ async def test_the_cache_is_bounded() -> None:
 
 
 async def test_text_needs_a_tokenizer_and_ids_do_not() -> None:
-    assert await encode(TokenPrompt((1, 2)), None) == (1, 2)
+    assert await encode(TokenPrompt((1, 2)), None, ROOM) == (1, 2)
     for prompt in (TextPrompt("hello"), ChatPrompt(({"role": "user", "content": "hello"},))):
         with pytest.raises(InvalidRequest) as caught:
-            await encode(prompt, None)
+            await encode(prompt, None, ROOM)
         assert caught.value.reason == "NO_TOKENIZER"
+
+
+class Watched(Tokenizer):
+    """Notes the thread of every encoding."""
+
+    thread = 0
+
+    def encode(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
+        self.thread = threading.get_ident()
+        return super().encode(text, add_special=add_special)
+
+
+def chat(*messages: tuple[str, str]) -> ChatPrompt:
+    return ChatPrompt(tuple({"role": role, "content": content} for role, content in messages))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inline"),
+    [
+        (TextPrompt("short"), True),
+        (chat(("user", "short")), True),
+        (TextPrompt("long " * 500), False),
+        (chat(("user", "long " * 500)), False),
+        (chat(("long " * 500, "")), False),
+        (chat(*[("u", "")] * 100), False),
+    ],
+)
+async def test_only_what_is_short_in_every_way_is_encoded_on_the_event_loop(prompt: Prompt, inline: bool) -> None:
+    tokenizer = Watched(bundle())
+    assert await encode(prompt, tokenizer, Room(4000, 4000))
+    assert (tokenizer.thread == threading.get_ident()) is inline
+
+
+@pytest.mark.parametrize("kind", [TextPrompt, lambda text: chat(("user", text)), lambda text: chat((text, "x"))])
+async def test_what_cannot_fit_is_refused_before_it_is_encoded(kind: Callable[[str], Prompt]) -> None:
+    tokenizer = Watched(bundle())
+    most = tokenizer.most_bytes(ROOM.prompt)
+    await encode(kind("the " * (most // 8)), tokenizer, ROOM)  # its tokens decide
+    tokenizer.thread = 0
+    with pytest.raises(InvalidRequest) as caught:
+        await encode(kind("x" * (most + 1)), tokenizer, ROOM)
+    assert (caught.value.reason, caught.value.field, tokenizer.thread) == ("PROMPT_TOO_LONG", "prompt", 0)
+
+
+async def test_the_number_of_messages_is_bounded() -> None:
+    tokenizer = Tokenizer(bundle())
+    messages = (("u", ""),) * MAX_MESSAGES
+    assert await encode(chat(*messages), tokenizer, Room(100_000, 100_000))
+    with pytest.raises(InvalidRequest) as caught:
+        await encode(chat(*messages, ("u", "")), tokenizer, Room(100_000, 100_000))
+    assert (caught.value.reason, caught.value.field) == ("TOO_MANY_MESSAGES", "messages")

@@ -1,0 +1,85 @@
+"""The parts that a worker of either pool brings to `PoolWorker`, as far as that needs to know them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Protocol
+
+from pdserve.errors import PdserveError
+from pdserve.registry.settings import RegistrySettings
+from pdserve.rpc.settings import RpcSettings
+
+
+class Settings(Protocol):
+    """What the settings of both workers have; see there."""
+
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def advertise(self) -> str: ...
+    @property
+    def rpc(self) -> RpcSettings: ...
+    @property
+    def registry(self) -> RegistrySettings: ...
+    @property
+    def reap_s(self) -> float: ...
+    @property
+    def stall_s(self) -> float: ...
+    @property
+    def grace_s(self) -> float: ...
+
+
+class Steps(Protocol):
+    """The engine's thread."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def busy_s(self) -> float: ...
+    def close(self, limit_s: float | None = None) -> bool: ...
+
+
+class Books(Protocol):
+    """Who holds which page."""
+
+    @property
+    def pages(self) -> int: ...
+    @property
+    def free_count(self) -> int: ...
+    @property
+    def held_count(self) -> int: ...
+    @property
+    def cached_count(self) -> int: ...
+    def holdings(self) -> Mapping[str, tuple[int, ...]]: ...
+    def check_integrity(self) -> None: ...
+
+
+class Requests(Protocol):
+    """What a worker's pipeline does for the way to the end."""
+
+    @property
+    def quiet(self) -> asyncio.Event:
+        """Set while no request is here."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Requests that are here."""
+        ...
+
+    def loop(self) -> Coroutine[None, None, None]:
+        """Plans and runs steps until it is cancelled."""
+        ...
+
+    def reap(self, now: float) -> None:
+        """Ends what is overdue at `now`, in monotonic seconds."""
+        ...
+
+    def end_all(self, error: PdserveError) -> None:
+        """Tells every request to end with `error`."""
+        ...

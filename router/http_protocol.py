@@ -1,0 +1,144 @@
+"""One HTTP connection, with every wait for its client bounded: uvicorn's h11 protocol and what it lacks.
+
+    accepted --whole header within `header_s`--> request --> answer --> idle (`keep_alive_s`) --> closed
+       |                                                       |          `--> the next header, as above
+       `- too late, too large, no HTTP: an error, closed       `- the rest of a body within `header_s`, too
+
+A connection beyond `connections` gets one answer, 503; beyond twice that it is dropped unheard.
+The time for a request's body, and for a stream that its client does not read, is the
+application's to bound (router.openai_http).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from pdserve.errors import DeadlineExceeded, Exhausted, InvalidRequest, PdserveError
+from router.openai_render import dumps, error_body
+
+MAX_HEADER_BYTES = 64 * 1024  # request line and headers
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    connections: int
+    """Open at a time."""
+
+    header_s: float
+    """From the connection, or the first byte of a later request, to the end of its header."""
+
+    keep_alive_s: float = 5.0
+    """Without a request after an answer."""
+
+
+def bounded(limits: HttpLimits) -> Callable[..., asyncio.Protocol]:
+    """What uvicorn calls for every connection; it passes keyword arguments that are its own business."""
+
+    def protocol(**given: Any) -> asyncio.Protocol:
+        return BoundedProtocol(limits, **given)
+
+    return protocol
+
+
+class BoundedProtocol(H11Protocol):
+    """See the module's docstring."""
+
+    def __init__(self, limits: HttpLimits, **given: Any) -> None:
+        super().__init__(**given)
+        self._limits = limits
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        count = len(self.connections)
+        if count > 2 * self._limits.connections:
+            transport.abort()
+        elif count > self._limits.connections:
+            self.app = _full(count)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """For what is no HTTP, or a header beyond MAX_HEADER_BYTES."""
+        problem = f"this is not an HTTP request with a header of at most {MAX_HEADER_BYTES} bytes"
+        self._refuse(400, InvalidRequest(problem, reason="INVALID_HTTP", remedy="send an HTTP/1.1 request"))
+
+    def timeout_keep_alive_handler(self) -> None:
+        # Closing would wait for the client to read what is still to be sent.
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _watch(self) -> None:
+        """A timer runs while the header of a request, or the rest of one already answered, is to come."""
+        if self.conn.our_state not in (h11.IDLE, h11.DONE):
+            self._stop_watching()
+        elif self._header_timer is None and not self.transport.is_closing():
+            self._header_timer = self.loop.call_later(self._limits.header_s, self._header_late)
+
+    def _stop_watching(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _header_late(self) -> None:
+        limit_s = self._limits.header_s
+        late = DeadlineExceeded(
+            f"no whole request header came within {limit_s:g} s", field="header", remedy="send the request at once"
+        )
+        self._refuse(408, late)
+
+    def _refuse(self, status: int, error: PdserveError) -> None:
+        """Answers if no answer has begun, and ends the connection."""
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = dumps(error_body(error)).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+def _full(count: int) -> ASGIApp:
+    """An application that answers every request with 503."""
+    error = Exhausted(
+        f"{count} connections are open",
+        reason="TOO_MANY_CONNECTIONS",
+        field="router.max_active",
+        remedy="send the request again later, and keep fewer connections open",
+        retry_after_ms=1000,
+    )
+    body = dumps(error_body(error)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"retry-after", b"1"),
+        (b"connection", b"close"),
+    ]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
