@@ -30,6 +30,8 @@ from prefill_worker.worker import PrefillWorker
 
 log = logging.getLogger(__name__)
 
+STOP_S = 20.0  # for what a replica does after its grace period, a step that hangs included
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -61,7 +63,7 @@ def application(config: Config, pool: Pool) -> serve.Application:
         num_replicas=pool.replicas,
         # Serve starts one replica by itself when another dies; the router routes around it meanwhile.
         ray_actor_options={"num_cpus": pool.cpus, "num_gpus": pool.gpus},
-        graceful_shutdown_timeout_s=pool.grace_s + 5.0,
+        graceful_shutdown_timeout_s=pool.grace_s + STOP_S,
         # What fails once at start (a model that cannot be read, a port in use) fails again.
         max_constructor_retry_count=1,
         health_check_period_s=2.0,
@@ -102,6 +104,8 @@ class WorkerReplica:
         """Called by Serve; raising makes it replace this replica."""
         if self._worker.broken.is_set():
             raise Unavailable("a background task of the worker has died", reason="WORKER_BROKEN")
+        if self._worker.stalled:
+            raise Unavailable("an engine step does not end", reason="STALLED")
 
     async def describe(self) -> tuple[str, int]:
         """The worker's id, which is also its name in the registry, and its process id."""

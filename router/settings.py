@@ -50,7 +50,7 @@ class RouterSettings:
     """Tenant of every caller while there is no authentication. Never taken from a request."""
 
     allow_lossy: bool = False
-    """Lets pairs differ in KV, weight and activation precision; workers must allow it too."""
+    """Does not refuse pairs that differ in KV, weight and activation precision. Workers still do."""
 
     request_timeout_s: float = 600.0
     """Longest life of one request, all attempts and the whole answer included."""
