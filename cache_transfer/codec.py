@@ -22,7 +22,8 @@ import msgpack
 from cache_transfer.contract import WorkerContract
 from cache_transfer.messages import FrameHeader
 from cache_transfer.pages import Range
-from pdserve.errors import DataLoss, InvalidRequest
+from cache_transfer.refusals import data_loss
+from pdserve.errors import InvalidRequest
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "float64": 8}
 MAX_HEADER_BYTES = 256
@@ -121,7 +122,7 @@ class Coverage:
             DataLoss: FRAME_SEQUENCE, FRAME_GAP, FRAME_OVERLAP: a frame was lost, repeated or moved.
         """
         if header.seq != self._next_seq:
-            raise DataLoss(f"frame {header.seq} came where {self._next_seq} was due", reason="FRAME_SEQUENCE")
+            raise data_loss(f"frame {header.seq} came where {self._next_seq} was due", "FRAME_SEQUENCE", "frame")
         plane = self._planes.get((header.layer, header.plane))
         if plane is None:
             _bad_frame("plane", f"layer {header.layer} has no plane {header.plane!r}")
@@ -154,9 +155,9 @@ class Coverage:
         low, high = min(received), max(received)
         where = f"plane {header.plane} of layer {header.layer}, heads {list(header.heads)}"
         if t0 < high:
-            raise DataLoss(f"{where}: token {t0} was received before", reason="FRAME_OVERLAP")
+            raise data_loss(f"{where}: token {t0} was received before", "FRAME_OVERLAP", "frame")
         if t0 > low:
-            raise DataLoss(f"{where}: token {low} is due, not {t0}", reason="FRAME_GAP")
+            raise data_loss(f"{where}: token {low} is due, not {t0}", "FRAME_GAP", "frame")
 
 
 class _Pairs(list[tuple[Any, Any]]):

@@ -182,5 +182,6 @@ def _malformed(problem: str) -> InvalidRequest:
     return InvalidRequest(
         f"not a message of this protocol: {problem}",
         reason="MALFORMED_MESSAGE",
+        field="message",
         remedy="send what docs/protocol.md describes",
     )

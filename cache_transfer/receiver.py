@@ -39,10 +39,11 @@ from cache_transfer.messages import (
     Response,
 )
 from cache_transfer.pages import PageSink
+from cache_transfer.refusals import data_loss, out_of_order, sender_gone, stale
 from cache_transfer.tickets import Claim, TicketBook
 from cache_transfer.waiting import Deadline
 from cache_transfer.writers import Writers
-from pdserve.errors import Cancelled, DataLoss, Fenced, Internal, InvalidRequest, PdserveError
+from pdserve.errors import Internal, InvalidRequest, PdserveError
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class Receiver:
         """
         running = tuple(self._attempts.get(handoff_id, ()))
         for each in running:
-            each.deadline.interrupt(Fenced("this attempt was revoked", reason="ATTEMPT_STALE"))
+            each.deadline.interrupt(stale("this attempt was revoked"))
         for each in running:
             await each.over.wait()
 
@@ -167,7 +168,7 @@ class Receiver:
             deadline.extend(self._settings.open_timeout_s, "the first message")
             message = await stream.read()
         if not isinstance(message, PushOpening):
-            raise _out_of_order(message, "open")
+            raise out_of_order(message, "open")
         return message
 
     async def _run_attempt(self, stream: ReceiverStream, attempt: _Attempt) -> ReceiveReport:
@@ -186,7 +187,7 @@ class Receiver:
             error = failure
             raise
         except asyncio.CancelledError:
-            error = error and _sender_gone()
+            error = error and sender_gone()
             raise
         finally:
             await self._end_attempt(attempt, error)
@@ -232,11 +233,11 @@ class Receiver:
             await attempt.writers.put(header, message)
             message = await self._next(stream, deadline, "a frame")
         if not isinstance(message, Logits):
-            raise _out_of_order(message, "frame or logits")
+            raise out_of_order(message, "frame or logits")
         logits = self._check_logits(claim, message)
         commit = await self._next(stream, deadline, "the commit")
         if not isinstance(commit, Commit):
-            raise _out_of_order(commit, "commit")
+            raise out_of_order(commit, "commit")
         await attempt.writers.finish()  # a byte that did not verify is the more telling error
         _check_commit(commit, claim, coverage, manifest, message)
         return logits, ReceiveReport(manifest.frames, manifest.payload_bytes, time.monotonic() - granted_at)
@@ -248,7 +249,7 @@ class Receiver:
     def _check_current(self, attempt: _Attempt) -> None:
         attempt.deadline.check()
         if not self._book.is_current(attempt.claim.handoff_id, attempt.claim.attempt):
-            raise Fenced("this attempt is no longer current", reason="ATTEMPT_STALE")
+            raise stale("this attempt is no longer current")
 
     def _check_logits(self, claim: Claim, message: Logits) -> ReceivedLogits:
         dtype = "float64" if self._contract.activation_dtype == "float64" else "fp32"
@@ -259,7 +260,7 @@ class Receiver:
             raise InvalidRequest(f"{len(message.data)} bytes, not {size}", reason="LOGITS_SIZE", field="logits.data")
         digest = digests.logits_digest(claim.secret, message.dtype, message.position, message.data)
         if not digests.same(digest, message.digest):
-            raise DataLoss("the logits did not verify", reason="LOGITS_DIGEST")
+            raise data_loss("the logits did not verify", "LOGITS_DIGEST", "logits")
         if message.position != claim.end - 1:
             raise InvalidRequest(
                 f"taken at token {message.position}, the prompt's last is {claim.end - 1}",
@@ -277,29 +278,10 @@ class Receiver:
 
 def _check_commit(commit: Commit, claim: Claim, coverage: Coverage, manifest: digests.Manifest, logits: Logits) -> None:
     if not coverage.complete:
-        raise DataLoss(f"the commit came before {coverage.missing()}", reason="FRAMES_MISSING")
+        raise data_loss(f"the commit came before {coverage.missing()}", "FRAMES_MISSING", "commit")
     expected = (manifest.frames, manifest.payload_bytes, claim.start, claim.end)
     stated = (commit.frames, commit.payload_bytes, commit.start, commit.end)
     if stated != expected:
-        raise DataLoss(f"the manifest says {stated}, received were {expected}", reason="MANIFEST")
+        raise data_loss(f"the manifest says {stated}, received were {expected}", "MANIFEST", "commit")
     if not digests.same(manifest.digest(logits.digest, claim.start, claim.end), commit.digest):
-        raise DataLoss("the manifest did not verify", reason="MANIFEST")
-
-
-def _out_of_order(message: Request | None, expected: str) -> PdserveError:
-    if message is None:  # gRPC ends the messages of a cancelled call, too
-        return _sender_gone()
-    return InvalidRequest(
-        f"{type(message).__name__} came where {expected} was due",
-        reason="MESSAGE_ORDER",
-        remedy="send open, frames, logits, commit",
-    )
-
-
-def _sender_gone() -> Cancelled:
-    return Cancelled(
-        "the sender went away before its commit",
-        reason="SENDER_GONE",
-        field="push",
-        remedy="see the prefill worker's log; the handoff may be tried again with a new ticket",
-    )
+        raise data_loss("the manifest did not verify", "MANIFEST", "commit")

@@ -18,8 +18,9 @@ from concurrent.futures import Executor
 from cache_transfer import digests
 from cache_transfer.messages import Frame, FrameHeader
 from cache_transfer.pages import PageSink
+from cache_transfer.refusals import data_loss
 from cache_transfer.waiting import settle
-from pdserve.errors import DataLoss, Internal, PdserveError
+from pdserve.errors import Internal, PdserveError
 
 _BATCH_BYTES = 4 << 20
 _JOBS = 2
@@ -120,8 +121,6 @@ class Writers:
                 return
             digest = digests.frame_digest(self._secret, frame.header, frame.payload)
             if not digests.same(digest, frame.digest):
-                raise DataLoss(
-                    f"frame {header.seq} (plane {header.plane}, layer {header.layer}) did not verify",
-                    reason="FRAME_DIGEST",
-                )
+                problem = f"frame {header.seq} (plane {header.plane}, layer {header.layer}) did not verify"
+                raise data_loss(problem, "FRAME_DIGEST", "frame")
             self._sink.write(header.plane, header.layer, header.heads, header.tokens, frame.payload)

@@ -54,6 +54,7 @@ class BoundedProtocol(H11Protocol):
         super().__init__(**given)
         self._limits = limits
         self._header_timer: asyncio.TimerHandle | None = None
+        self.app = _unambiguous(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,7 +62,7 @@ class BoundedProtocol(H11Protocol):
         if count > 2 * self._limits.connections:
             transport.abort()
         elif count > self._limits.connections:
-            self.app = _full(count)
+            self.app = _full(count)  # whatever it asks
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -120,8 +121,24 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
 
 
+def _unambiguous(app: ASGIApp) -> ASGIApp:
+    """Refuses a body of two lengths: a proxy before us could see other requests in it than h11 does (RFC 9112, 6.3)."""
+    error = InvalidRequest(
+        "the body has both a Content-Length and a Transfer-Encoding",
+        reason="INVALID_HTTP",
+        field="content-length",
+        remedy="send one of them",
+    )
+    refuse = _answer(400, error)
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope["headers"]}
+        await (refuse if names >= {b"content-length", b"transfer-encoding"} else app)(scope, receive, send)
+
+    return checked
+
+
 def _full(count: int) -> ASGIApp:
-    """An application that answers every request with 503."""
     error = Exhausted(
         f"{count} connections are open",
         reason="TOO_MANY_CONNECTIONS",
@@ -129,16 +146,20 @@ def _full(count: int) -> ASGIApp:
         remedy="send the request again later, and keep fewer connections open",
         retry_after_ms=1000,
     )
+    return _answer(503, error)
+
+
+def _answer(status: int, error: PdserveError) -> ASGIApp:
+    """An application that answers every request with this error and ends the connection."""
     body = dumps(error_body(error)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
-        (b"retry-after", b"1"),
         (b"connection", b"close"),
     ]
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     return app

@@ -132,9 +132,9 @@ def _encode(prompt: TextPrompt | ChatPrompt, tokenizer: Tokenizer, limit: Room) 
 
 def _fitting(text: str, tokenizer: Tokenizer, limit: Room) -> str:
     """The text. Raises InvalidRequest when it is so long that its tokens need not be counted."""
-    # A character has at least one byte, so this many characters are too many bytes.
-    if len(text) > tokenizer.most_bytes(limit.prompt):
-        raise too_long(f"{len(text)} characters", limit)
+    size = len(text.encode("utf-8", "surrogatepass"))  # what is no text is `Tokenizer.encode`'s to refuse
+    if size > tokenizer.most_bytes(limit.prompt):
+        raise too_long(f"{size} bytes", limit)
     return text
 
 

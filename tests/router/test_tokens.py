@@ -171,7 +171,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_encoded(kind: Callable[[s
     await encode(kind("the " * (most // 8)), tokenizer, ROOM)  # its tokens decide
     tokenizer.thread = 0
     with pytest.raises(InvalidRequest) as caught:
-        await encode(kind("x" * (most + 1)), tokenizer, ROOM)
+        await encode(kind("é" * (most // 2 + 1)), tokenizer, ROOM)
     assert (caught.value.reason, caught.value.field, tokenizer.thread) == ("PROMPT_TOO_LONG", "prompt", 0)
 
 

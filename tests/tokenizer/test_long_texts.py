@@ -16,9 +16,9 @@ ALONE = """
 import os, psutil
 from pdserve.tokenizer import Bundle, Tokenizer
 from tests.tokenizer.conftest import byte_level
+before = psutil.Process().num_threads()
 backend = byte_level()
 tokenizer = Tokenizer(Bundle(tokenizer_json=backend.to_str(), vocab_size=backend.get_vocab_size()))
-before = psutil.Process().num_threads()
 assert tokenizer.encode("hello")
 assert psutil.Process().num_threads() == before, psutil.Process().num_threads()
 if child := os.fork():
