@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.contract import Endpoint
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.checks import check_tokenizer
@@ -56,6 +57,7 @@ class PrefillWorker(PoolWorker):
         config, spec = self.engine.config, self.engine.spec
         check_tokenizer(spec, bundle.vocab_size if bundle else 0)
         self.blocks = BlockManager(config.pages, config.page_size)
+        keep_freed_frames()  # before the engine's thread takes a heap of its own
         self._thread = EngineThread(config.threads, name="prefill-engine")
         super().__init__(
             PREFILL,
