@@ -94,8 +94,11 @@ class Router:
             await self.grpc.set_serving(False)
         ending = asyncio.get_running_loop().call_later(grace_s, self.orchestrator.end)
         try:
-            # The doors stay a little longer, to tell the clients.
-            await asyncio.gather(self.http.stop(grace_s + FAREWELL_S), self.grpc.stop(grace_s + FAREWELL_S))
+            # The doors stay a little longer, to tell the clients. A door without calls closes at once,
+            # which says nothing of requests that did not come through it.
+            await asyncio.gather(
+                self.http.stop(grace_s + FAREWELL_S), self.grpc.stop(grace_s + FAREWELL_S), self.orchestrator.idle()
+            )
         finally:
             ending.cancel()
             self.orchestrator.end()
