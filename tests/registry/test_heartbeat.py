@@ -98,7 +98,9 @@ async def test_stop_is_idempotent_and_ends_the_task() -> None:
 
 
 async def test_stop_before_start_does_nothing() -> None:
-    await Heartbeat(MemoryRegistry(), record, FAST).stop()
+    registry = MemoryRegistry()
+    await Heartbeat(registry, record, FAST).stop()
+    assert await registry.snapshot() == ()
 
 
 async def test_start_fails_when_the_registry_is_down(unused_tcp_port: int) -> None:

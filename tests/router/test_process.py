@@ -101,8 +101,12 @@ async def test_settings_that_cannot_work_are_named(changes: dict[str, object], f
 
 
 async def test_plaintext_beyond_loopback_needs_leave() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Router(router_settings(host="0.0.0.0"))
+    assert caught.value.reason == "PLAINTEXT_REFUSED"
     router = Router(router_settings(host="0.0.0.0", rpc=RpcSettings(allow_plaintext=True)))
     await router.start()
+    assert router.address.startswith("0.0.0.0:")
     await router.stop()
 
 

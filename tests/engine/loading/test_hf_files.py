@@ -70,8 +70,12 @@ def test_old_gpt2_names_without_prefix_and_with_mask_buffers(tmp_path: Path) -> 
 
 def test_stored_rotary_buffer_is_harmless(tmp_path: Path) -> None:
     path = directory(tmp_path)
+    without = load_model(path, "fp32")
     edit_tensors(path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)})
-    load_model(path, "fp32")
+    loaded = load_model(path, "fp32")
+    assert loaded.spec == without.spec
+    assert loaded.tensors.keys() == without.tensors.keys()
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in without.tensors.items())
 
 
 @pytest.mark.parametrize(
