@@ -31,7 +31,9 @@ def figures_of(name: str, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count", "compared"), [("engine", 3, 3), ("interference", 2, 1), ("memory", 6, 4)])
+@pytest.mark.parametrize(
+    ("name", "count", "compared"), [("engine", 3, 3), ("interference", 2, 1), ("memory", 6, 4), ("router", 9, 2)]
+)
 def test_a_quick_run_gives_figures(name: str, count: int, compared: int, tmp_path: Path) -> None:
     figures = figures_of(name, tmp_path)
     assert len(figures) == count
