@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+MINUTES ?= 10
 PACKAGES := pdserve cache_transfer prefill_worker decode_worker router
 STUBS := -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(wildcard proto/pdserve/v1/*.proto)
 
-.PHONY: help demo test format lint types stubs check-stubs constraints clean
+.PHONY: help demo test faults fuzz format lint types stubs check-stubs constraints clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,6 +17,13 @@ demo: $(VENV)/.runtime  ## one prefill and one decode worker on a local Ray answ
 
 test: $(VENV)/.dev  ## every test, slow ones and a real Redis included
 	$(BIN)/python -m pytest
+
+faults: $(VENV)/.dev  ## break every part of a real installation at every step, and print the figures
+	$(BIN)/python -m tests.e2e.faults --json faults.json
+
+fuzz: $(VENV)/.dev  ## coverage-guided fuzzing of the transfer, ten minutes (MINUTES=...)
+	$(PIP) -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 format: $(VENV)/.dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .

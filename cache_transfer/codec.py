@@ -97,10 +97,13 @@ class Coverage:
     gaps. So one number per head says all: below it everything arrived exactly once.
     """
 
-    def __init__(self, contract: WorkerContract, start: int, end: int, max_payload_bytes: int) -> None:
+    def __init__(
+        self, contract: WorkerContract, start: int, end: int, max_payload_bytes: int, dtype: str = ""
+    ) -> None:
+        """`dtype` of the frames; empty: the contract's."""
         self._start, self._end = start, end
         self._max_payload_bytes = max_payload_bytes
-        self._dtype = contract.kv_dtype
+        self._dtype = dtype or contract.kv_dtype
         self._next_seq = 0
         self._planes = {
             (layer, plane.name): _Plane(plane.head_dim, [start] * plane.heads)

@@ -4,10 +4,11 @@ Standard library only: the router imports this and must start without torch.
 
 VERSION bumps when a reader of the old version could misread a cache of the new one: a
 must-equal field added, removed or given another meaning; another canonical encoding;
-another canonical payload order. It does not bump for a new informational field.
+another canonical payload order. It does not bump for a new informational field, nor for a
+permission whose absence refuses, such as `allow_lossy`.
 
 History:
-    1  first version.
+    1  first version; later `allow_lossy` (absent: no).
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ MUST_EQUAL = "must_equal"
 CONVERTIBLE = "convertible"
 LOSSY = "lossy"
 INFORMATIONAL = "informational"
+
+# KV dtypes that a receiver casts, (sender's, its own). None into fp16, whose range ends at 65504:
+# larger values would become infinite. A float64 model is paired with nothing but float64.
+KV_CASTS = frozenset({("fp32", "bf16"), ("fp16", "bf16"), ("fp16", "fp32"), ("bf16", "fp32")})
+
+_NAMED = 10  # differences that an error's text names; the error itself carries all
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class WorkerContract:
     kv_dtype: str
     weight_dtype: str
     activation_dtype: str
+    allow_lossy: bool = False  # its operator lets it hand over or take with loss
     context_limit: int = 0
     info: Mapping[str, str] = field(default_factory=dict)
     version: int = VERSION
@@ -140,9 +148,23 @@ def prompt_digest(ids: tuple[int, ...]) -> bytes:
     return sha256("prompt", struct.pack(f"<{len(ids)}i", *ids))
 
 
-def cache_identity(contract: WorkerContract, adapter: bytes | None, tenant: str) -> bytes:
-    """Under which name a worker may find full pages again. Spelled out, not hashed: the index compares all of it."""
-    return encode(("cache", contract.digest(), adapter, tenant))
+def cache_identity(
+    contract: WorkerContract, adapter: bytes | None, tenant: str, maker: WorkerContract | None = None
+) -> bytes:
+    """Under which name a worker may find full pages again. Spelled out, not hashed: the index compares all of it.
+
+    Args:
+        contract: the worker's own.
+        maker: of a compatible worker that computed the prompt, if another did. Its numerics count: pages
+            that came with loss must not serve a request whose own prefill worker brings them without.
+    """
+    return encode(("cache", contract.digest(), numerics(maker or contract), adapter, tenant))
+
+
+def numerics(contract: WorkerContract) -> tuple[tuple[str, str], ...]:
+    """(code, value) of the fields in which two caches may differ with loss."""
+    c = contract
+    return ("KV_DTYPE", c.kv_dtype), ("WEIGHT_DTYPE", c.weight_dtype), ("ACTIVATION_DTYPE", c.activation_dtype)
 
 
 def diff(left: WorkerContract, right: WorkerContract) -> tuple[FieldDifference, ...]:
@@ -164,25 +186,40 @@ def diff(left: WorkerContract, right: WorkerContract) -> tuple[FieldDifference, 
 
 
 def refusals(differences: tuple[FieldDifference, ...], allow_lossy: bool = False) -> tuple[FieldDifference, ...]:
-    """The differences that forbid a handoff."""
-    forbidden = (MUST_EQUAL,) if allow_lossy else (MUST_EQUAL, LOSSY)
-    return tuple(d for d in differences if d.kind in forbidden)
+    """The differences that forbid a handoff; `allow_lossy` when all who have a say agreed (see `both_allow_lossy`)."""
+    return tuple(d for d in differences if d.kind == MUST_EQUAL or (d.kind == LOSSY and not (allow_lossy and _fits(d))))
+
+
+def both_allow_lossy(left: WorkerContract, right: WorkerContract) -> bool:
+    """A handoff with loss needs the consent of both workers (and the router's, see its settings)."""
+    return left.allow_lossy and right.allow_lossy
 
 
 def check_compatible(
-    left: WorkerContract, right: WorkerContract, allow_lossy: bool = False
+    left: WorkerContract, right: WorkerContract, allow_lossy: bool = True
 ) -> tuple[FieldDifference, ...]:
-    """Returns the differences that will be converted; raises Incompatible with the rest."""
+    """Returns the differences that will be converted; raises Incompatible with the rest.
+
+    Args:
+        allow_lossy: False forbids loss even if both workers allow it.
+    """
     differences = diff(left, right)
-    refused = refusals(differences, allow_lossy)
+    refused = refusals(differences, allow_lossy and both_allow_lossy(left, right))
     if refused:
         raise Incompatible(
-            f"the contracts differ in {', '.join(d.code for d in refused)}",
+            f"the contracts differ in {_named(refused)}",
             field=refused[0].code,
-            remedy="pair workers of one model, tokenizer and precision",
+            remedy=remedy_for(refused),
             differences=refused,
         )
     return tuple(d for d in differences if d.kind != INFORMATIONAL)
+
+
+def remedy_for(refused: tuple[FieldDifference, ...]) -> str:
+    """What an operator can do about differences that refuse."""
+    if refused and not refusals(refused, allow_lossy=True):
+        return "pair workers of one precision, or set allow_lossy on both workers and the router"
+    return "pair workers of one model, tokenizer and precision"
 
 
 def check_identity(expected: HandoffIdentity, got: HandoffIdentity) -> None:
@@ -259,13 +296,24 @@ def _flatten(contract: WorkerContract) -> list[tuple[str, object, str]]:
         ("PAGE_SIZE", c.page_size, CONVERTIBLE),
         ("PAGE_AXIS_ORDER", c.page_axis_order, CONVERTIBLE),
         ("DEVICE", c.device, CONVERTIBLE),
-        ("KV_DTYPE", c.kv_dtype, LOSSY),
-        ("WEIGHT_DTYPE", c.weight_dtype, LOSSY),
-        ("ACTIVATION_DTYPE", c.activation_dtype, LOSSY),
+        *((name, value, LOSSY) for name, value in numerics(c)),
+        ("ALLOW_LOSSY", c.allow_lossy, INFORMATIONAL),
         ("CONTEXT_LIMIT", c.context_limit, INFORMATIONAL),
     ]
     rows += [(f"INFO.{name}", c.info[name], INFORMATIONAL) for name in sorted(c.info)]
     return rows
+
+
+def _named(differences: tuple[FieldDifference, ...]) -> str:
+    names = [difference.code for difference in differences]
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _fits(difference: FieldDifference) -> bool:
+    """Whether a lossy difference can be converted, or lived with, at all."""
+    values = (difference.left, difference.right)
+    return values in KV_CASTS if difference.code == "KV_DTYPE" else "float64" not in values
 
 
 def _show(value: object) -> str:

@@ -13,7 +13,7 @@ from cache_transfer.codec import ITEM_BYTES
 from cache_transfer.contract import CachePlane, WorkerContract
 from cache_transfer.messages import FrameHeader
 from cache_transfer.pages import Range
-from pdserve.errors import Internal, InvalidRequest
+from pdserve.errors import Incompatible, Internal
 
 
 class Outbox:
@@ -50,7 +50,7 @@ class Outbox:
     def take(self, max_bytes: int, max_payload_bytes: int) -> list[FrameHeader]:
         """The next frames that can be sent: about `max_bytes` in all, at least one if any.
 
-        Raises InvalidRequest (FRAME_SIZE) when one row of one head exceeds `max_payload_bytes`.
+        Raises Incompatible when one row of one head exceeds `max_payload_bytes`.
         """
         self._plan(max_payload_bytes)
         taken: list[FrameHeader] = []
@@ -82,9 +82,7 @@ def _cut(plane: CachePlane, tokens: Range, item_bytes: int, max_bytes: int) -> I
     """(heads, tokens, bytes) of frames that cover `tokens`: all heads together where one token fits."""
     row = plane.head_dim * item_bytes
     if row > max_bytes:
-        raise InvalidRequest(
-            f"one row of plane {plane.name} has {row} bytes, a frame {max_bytes}", reason="FRAME_SIZE", field="head_dim"
-        )
+        raise Incompatible(f"one row of plane {plane.name} has {row} bytes, a frame {max_bytes}", field="head_dim")
     group = min(plane.heads, max_bytes // row)
     step = max_bytes // (group * row)
     for t0 in range(*tokens, step):

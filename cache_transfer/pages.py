@@ -41,7 +41,7 @@ class PageSink(Protocol):
     """A receiver's granted pages for tokens [start, end) of one sequence."""
 
     def write(self, plane: str, layer: int, heads: Range, tokens: Range, payload: memoryview) -> None:
-        """Copies a canonical payload into the granted pages.
+        """Copies a canonical payload, in the sender's dtype, into the granted pages.
 
         Called from a worker thread, never twice for the same range, never after the attempt
         was revoked and its writers drained. The payload is only valid during the call.

@@ -32,6 +32,7 @@ from cache_transfer.messages import (
     Ack,
     Commit,
     Frame,
+    FrameHeader,
     Grant,
     Logits,
     PushOpening,
@@ -88,6 +89,7 @@ class ReceiverHost(Protocol):
     async def grant(self, claim: Claim) -> PageSink:
         """Waits for pages for tokens [claim.start, claim.end), none for logits only.
 
+        What is written into the sink is in `claim.kv_dtype`, the sender's.
         Cancelled when the ticket expires. Raises Exhausted, Cancelled or any PdserveError to
         refuse; `aborted` is called then too, so what was reserved is freed in one place.
         """
@@ -222,13 +224,13 @@ class Receiver:
         attempt.writers = Writers(
             self._executor, sink, claim.secret, lambda: self._check_current(attempt), deadline.interrupt
         )
-        coverage = Coverage(self._contract, claim.start, claim.end, self._settings.max_payload_bytes)
+        limit = self._settings.max_payload_bytes
+        coverage = Coverage(self._contract, claim.start, claim.end, limit, claim.kv_dtype)
         manifest = digests.Manifest(claim.secret, claim.identity)
-        await stream.write(Grant(claim.start, claim.end, self._settings.max_payload_bytes))
+        await stream.write(Grant(claim.start, claim.end, limit))
         message = await self._next(stream, deadline, "a frame")
         while isinstance(message, Frame):
-            header = decode_header(message.header)
-            coverage.accept(header, len(message.payload))
+            header = _accepted(message, coverage, claim.secret)
             manifest.add(message.digest, len(message.payload))
             await attempt.writers.put(header, message)
             message = await self._next(stream, deadline, "a frame")
@@ -252,15 +254,15 @@ class Receiver:
             raise stale("this attempt is no longer current")
 
     def _check_logits(self, claim: Claim, message: Logits) -> ReceivedLogits:
+        digest = digests.logits_digest(claim.secret, message.dtype, message.position, message.data)
+        if not digests.same(digest, message.digest):
+            raise data_loss("the logits did not verify", "LOGITS_DIGEST", "logits")
         dtype = "float64" if self._contract.activation_dtype == "float64" else "fp32"
         size = self._contract.vocab_size * ITEM_BYTES[dtype]
         if message.dtype != dtype:
             raise InvalidRequest(f"{message.dtype[:32]!r} is not {dtype}", reason="LOGITS_DTYPE", field="logits.dtype")
         if len(message.data) != size:
             raise InvalidRequest(f"{len(message.data)} bytes, not {size}", reason="LOGITS_SIZE", field="logits.data")
-        digest = digests.logits_digest(claim.secret, message.dtype, message.position, message.data)
-        if not digests.same(digest, message.digest):
-            raise data_loss("the logits did not verify", "LOGITS_DIGEST", "logits")
         if message.position != claim.end - 1:
             raise InvalidRequest(
                 f"taken at token {message.position}, the prompt's last is {claim.end - 1}",
@@ -274,6 +276,22 @@ class Receiver:
         running.remove(attempt)
         if not running:
             del self._attempts[attempt.claim.handoff_id]
+
+
+def _accepted(frame: Frame, coverage: Coverage, secret: bytes) -> FrameHeader:
+    """The header of a frame that may come next.
+
+    One that makes no sense was damaged on its way, and may be sent again, unless its digest says
+    that its sender meant it. All others are hashed by the writers, off the event loop.
+    """
+    try:
+        header = decode_header(frame.header)
+        coverage.accept(header, len(frame.payload))
+    except InvalidRequest as error:
+        if digests.same(digests.frame_digest(secret, frame.header, frame.payload), frame.digest):
+            raise
+        raise data_loss(f"a frame did not verify; as it is, {error.message}", "FRAME_DIGEST", "frame") from None
+    return header
 
 
 def _check_commit(commit: Commit, claim: Claim, coverage: Coverage, manifest: digests.Manifest, logits: Logits) -> None:

@@ -38,7 +38,7 @@ from cache_transfer.pages import DirectSource, KVSource, Range
 from cache_transfer.tickets import make_opening
 from cache_transfer.transport import PushStream, Transport
 from cache_transfer.waiting import Deadline, settle
-from pdserve.errors import DataLoss, Internal, PdserveError
+from pdserve.errors import DataLoss, Internal, InvalidRequest, PdserveError
 
 _BATCH_BYTES = 4 << 20
 _JOBS = 2
@@ -49,7 +49,8 @@ class SendReport:
     frames: int
     payload_bytes: int  # of the frames
     sent_tokens: int
-    ack_at: float  # time.monotonic() when the acknowledgement came
+    granted_at: float  # time.monotonic() when the grant came: no frame travels before it
+    ack_at: float  # the same of the acknowledgement
 
 
 class HandoffSender:
@@ -97,6 +98,7 @@ class HandoffSender:
         self._grant: asyncio.Future[Grant] = self._loop.create_future()
         self._logits: Logits | None = None
         self._jobs: set[asyncio.Future[list[PackedFrame]]] = set()
+        self._granted_at = 0.0
         self._started = self._committed = self._stopped = False
 
     def computed(self, layer: int, tokens: Range) -> None:
@@ -116,7 +118,8 @@ class HandoffSender:
         """Pushes the cache and returns when the receiver has verified it.
 
         Raises:
-            PdserveError: the receiver's own, `fail`'s, DeadlineExceeded, or Unavailable.
+            PdserveError: the receiver's own, `fail`'s, DeadlineExceeded, or Unavailable. Where the
+                receiver found a message malformed, DataLoss: it was not when it left.
             asyncio.CancelledError: after the stream was cancelled and threads were drained.
         """
         if self._started:
@@ -128,12 +131,16 @@ class HandoffSender:
             reader.add_done_callback(self._on_reader_done)
             try:
                 ack = await self._push(stream, reader)
+            except PdserveError as error:
+                if (honest := _honest(error)) is error:
+                    raise
+                raise honest from error
             finally:
                 await self._close(stream, reader)
         if (ack.frames, ack.payload_bytes) != (self._manifest.frames, self._manifest.payload_bytes):
             raise DataLoss(f"the receiver acknowledged {ack}, sent were {self._manifest.frames} frames", reason="ACK")
         sent_tokens = self._range[1] - self._range[0]
-        return SendReport(ack.frames, ack.payload_bytes, sent_tokens, time.monotonic())
+        return SendReport(ack.frames, ack.payload_bytes, sent_tokens, self._granted_at, time.monotonic())
 
     async def _push(self, stream: PushStream, reader: asyncio.Task[Ack]) -> Ack:
         await stream.send(make_opening(self._ticket, self._identity, self._contract, logits_only=self._logits_only))
@@ -193,6 +200,7 @@ class HandoffSender:
         grant = await stream.receive()
         if not isinstance(grant, Grant) or (grant.start, grant.end) != self._range:
             raise _unexpected(grant, f"a grant for tokens {list(self._range)}")
+        self._granted_at = time.monotonic()
         if not self._grant.done():  # else `run` was cancelled
             self._grant.set_result(grant)
         ack = await stream.receive()
@@ -215,7 +223,7 @@ class HandoffSender:
     def _on_reader_done(self, reader: asyncio.Task[Ack]) -> None:
         error = None if reader.cancelled() else reader.exception()
         if isinstance(error, PdserveError):
-            self._deadline.interrupt(error)
+            self._deadline.interrupt(_honest(error))
         elif error is not None:
             self._deadline.interrupt(Internal(f"reading the receiver's answers failed: {error!r}"))
 
@@ -248,10 +256,26 @@ def _fill(source: KVSource, header: FrameHeader, out: memoryview) -> None:
         end = at + piece.nbytes
         if end > len(out):
             raise Internal(f"the source gave more than {len(out)} bytes for {header}")
-        out[at:end] = piece.cast("B")
+        out[at:end] = piece.cast("B") if piece.c_contiguous else piece.tobytes()
         at = end
     if at != len(out):
         raise Internal(f"the source gave {at} bytes instead of {len(out)} for {header}")
+
+
+def _honest(error: PdserveError) -> PdserveError:
+    """What a receiver's refusal means for a sender that follows the protocol.
+
+    Where it read nonsense, or a proof that does not fit, bytes have changed on the way: no fault of
+    whoever asked for the handoff, and another attempt may bring them whole.
+    """
+    if not isinstance(error, InvalidRequest) and error.reason != "PROOF":
+        return error
+    return DataLoss(
+        f"the receiver did not get what was sent: {error.message}",
+        reason=error.reason,
+        field=error.field,
+        remedy="send the cache again with a new ticket",
+    )
 
 
 def _unexpected(message: Response | None, expected: str) -> DataLoss:

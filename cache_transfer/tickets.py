@@ -22,12 +22,14 @@ from dataclasses import dataclass, field
 
 from cache_transfer import digests
 from cache_transfer.contract import (
+    LOSSY,
     Endpoint,
     HandoffIdentity,
     Ticket,
     WorkerContract,
     check_compatible,
     check_identity,
+    numerics,
 )
 from cache_transfer.messages import INTEGRITY, PushOpening
 from pdserve.errors import (
@@ -47,6 +49,8 @@ HANDOFF_ID_BYTES = 16
 SECRET_BYTES = 32
 _NEW_TICKET = "ask for a new ticket"
 
+Numerics = tuple[tuple[str, str], ...]  # of contract.numerics
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -59,6 +63,7 @@ class Claim:
     logits_only: bool
     expires_at: float  # seconds on the book's clock
     conversions: tuple[FieldDifference, ...]  # what differs and is converted on receipt
+    kv_dtype: str  # of the frames; the sink converts when the receiver's is another
     secret: bytes = field(repr=False)
 
     @property
@@ -77,6 +82,7 @@ class _Entry:
     expected: HandoffIdentity
     logits_only: bool
     expires_at: float
+    announced: Numerics | None  # numerics of the sender
     claimed: bool = False
 
 
@@ -107,15 +113,24 @@ class TicketBook:
         """Handoffs that were issued and not closed."""
         return len(self._entries)
 
-    def issue(self, request_id: str, expected: HandoffIdentity, held_tokens: int, logits_only: bool) -> Ticket:
+    def issue(
+        self,
+        request_id: str,
+        expected: HandoffIdentity,
+        held_tokens: int,
+        logits_only: bool,
+        announced: Numerics | None = None,
+    ) -> Ticket:
         """The first ticket of a new handoff.
 
         Args:
             expected: the identity that the sender must state. Its range starts at `held_tokens`.
             held_tokens: prompt tokens [0, held_tokens) that are already here.
             logits_only: no cache travels; `held_tokens` may then differ from the range's start.
+            announced: the numerics that the sender was announced with; None: any that are compatible.
         """
-        return self._enter(request_id, secrets.token_bytes(HANDOFF_ID_BYTES), 1, expected, held_tokens, logits_only)
+        handoff_id = secrets.token_bytes(HANDOFF_ID_BYTES)
+        return self._enter(request_id, handoff_id, 1, expected, held_tokens, logits_only, announced)
 
     def reissue(self, handoff_id: bytes) -> Ticket:
         """The next attempt at the same cache; the current one is stale from now on.
@@ -135,6 +150,7 @@ class TicketBook:
             old.expected,
             old.ticket.held_tokens,
             old.logits_only,
+            old.announced,
         )
 
     def claim(self, opening: PushOpening, contract: WorkerContract) -> Claim:
@@ -171,6 +187,7 @@ class TicketBook:
             logits_only=entry.logits_only,
             expires_at=entry.expires_at,
             conversions=conversions,
+            kv_dtype=opening.kv_dtype,
             secret=entry.ticket.secret,
         )
 
@@ -190,6 +207,7 @@ class TicketBook:
         expected: HandoffIdentity,
         held_tokens: int,
         logits_only: bool,
+        announced: Numerics | None,
     ) -> Ticket:
         if not logits_only and expected.start != held_tokens:
             raise Internal(
@@ -205,7 +223,8 @@ class TicketBook:
             held_tokens=held_tokens,
             endpoints=self._endpoints,
         )
-        self._entries[handoff_id] = _Entry(request_id, ticket, expected, logits_only, self.clock() + self._ttl_s)
+        expires_at = self.clock() + self._ttl_s
+        self._entries[handoff_id] = _Entry(request_id, ticket, expected, logits_only, expires_at, announced)
         return ticket
 
     def _find(self, opening: PushOpening) -> _Entry:
@@ -260,11 +279,15 @@ def _check_opening(opening: PushOpening, entry: _Entry, contract: WorkerContract
             f"{opening.integrity[:32]!r} is not known", reason="INTEGRITY", field="integrity", remedy=f"use {INTEGRITY}"
         )
     conversions = check_compatible(opening.contract, contract)
+    _check_numerics(entry.announced, opening.contract)
     check_identity(entry.expected, opening.identity)
-    if opening.kv_dtype != contract.kv_dtype:
-        difference = FieldDifference("KV_DTYPE", opening.kv_dtype[:32], contract.kv_dtype)
+    if opening.kv_dtype != opening.contract.kv_dtype:
+        difference = FieldDifference("KV_DTYPE", opening.kv_dtype[:32], opening.contract.kv_dtype)
         raise Incompatible(
-            f"the frames' dtype differs: {difference}", reason="KV_DTYPE", field="kv_dtype", differences=(difference,)
+            f"the frames' dtype is not the contract's: {difference}",
+            reason="KV_DTYPE",
+            field="kv_dtype",
+            differences=(difference,),
         )
     if opening.logits_only != entry.logits_only:
         raise InvalidRequest(
@@ -274,3 +297,18 @@ def _check_opening(opening: PushOpening, entry: _Entry, contract: WorkerContract
             remedy="open the push as the ticket's request says",
         )
     return conversions
+
+
+def _check_numerics(announced: Numerics | None, sender: WorkerContract) -> None:
+    """The request was admitted, and its conversions reported, for a sender of these numerics."""
+    if announced is None:
+        return
+    pairs = zip(numerics(sender), announced, strict=True)
+    found = tuple(FieldDifference(code, got, was, LOSSY) for (code, got), (_, was) in pairs if got != was)
+    if found:
+        raise Incompatible(
+            f"the sender is not the one that was announced: {found[0]}",
+            field=found[0].code,
+            remedy="name the sending worker's own contract in Decode/Generate",
+            differences=found,
+        )

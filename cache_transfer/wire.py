@@ -31,7 +31,8 @@ from pdserve.v1 import common_pb2 as pb
 DIGEST_BYTES = 32
 ID_BYTES = 16
 MAX_LAYERS = 4096
-MAX_PLANES = 16
+MAX_PLANES = 16  # of one layer
+MAX_PLANES_IN_ALL = 4096
 MAX_HEADS = 1 << 16
 MAX_HEAD_DIM = 1 << 20
 MAX_TEXT = 256  # characters of a name
@@ -81,6 +82,7 @@ def contract_to_proto(contract: WorkerContract) -> pb.WorkerContract:
         kv_dtype=c.kv_dtype,
         weight_dtype=c.weight_dtype,
         activation_dtype=c.activation_dtype,
+        allow_lossy=c.allow_lossy,
         context_limit=c.context_limit,
         info=dict(c.info),
     )
@@ -93,6 +95,7 @@ def contract_from_proto(proto: pb.WorkerContract) -> WorkerContract:
     if not proto.HasField("attention"):
         read.fail("attention", "is missing")
     read.count("layers", len(proto.layers), 1, MAX_LAYERS)
+    read.count("layers.planes", sum(len(layer.planes) for layer in proto.layers), 1, MAX_PLANES_IN_ALL)
     read.count("info", len(proto.info), 0, MAX_ENTRIES)
     if proto.tokenizer_digest:
         read.digest("tokenizer_digest", proto.tokenizer_digest)
@@ -110,6 +113,7 @@ def contract_from_proto(proto: pb.WorkerContract) -> WorkerContract:
         kv_dtype=read.one_of("kv_dtype", proto.kv_dtype, DTYPES),
         weight_dtype=read.text("weight_dtype", proto.weight_dtype),
         activation_dtype=read.text("activation_dtype", proto.activation_dtype),
+        allow_lossy=proto.allow_lossy,
         context_limit=proto.context_limit,
         info={
             read.text("info", name): read.text(f"info.{name}", value, low=0, high=MAX_INFO_TEXT)

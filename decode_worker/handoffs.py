@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from cache_transfer.contract import Endpoint, Ticket, WorkerContract
+from cache_transfer.contract import Endpoint, Ticket, WorkerContract, numerics
 from cache_transfer.pages import PageSink, Range
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
 from cache_transfer.tickets import Claim, TicketBook
@@ -30,7 +30,7 @@ class Handoffs:
     """Implements `cache_transfer.receiver.ReceiverHost`. Event loop only.
 
     Args:
-        changed: called when a sequence may compute.
+        changed: called when a sequence may compute, or may have the pages it lacks.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class Handoffs:
         self._changed = changed
         self._clock = clock
         self._sequences: dict[bytes, Sequence] = {}
+        self.on_verified: Callable[[str, ReceivedLogits], None] = lambda key, logits: None
+        """Hears of every cache that arrived whole: `pdserve verify` looks at its logits."""
 
     # -- towards the caller --------------------------------------------------------------------
 
@@ -65,7 +67,8 @@ class Handoffs:
         """The first ticket of a sequence that waits."""
         sequence.arrives_by = self._clock() + self._settings.handoff_s
         sequence.identity = expected_identity(sequence.request, self._contract, sequence.cached)
-        ticket = self.book.issue(sequence.key, sequence.identity, sequence.cached, sequence.logits_only)
+        sender = numerics(sequence.request.prefill_contract)
+        ticket = self.book.issue(sequence.key, sequence.identity, sequence.cached, sequence.logits_only, sender)
         sequence.handoff_id = ticket.handoff_id
         self._sequences[ticket.handoff_id] = sequence
         return self._issued(sequence, ticket)
@@ -115,12 +118,13 @@ class Handoffs:
         handed_out = False
         try:
             await granted.wait()
-            sink = SequenceSink(self._cache, sequence.pages, claim.start, claim.end)
+            sink = SequenceSink(self._cache, sequence.pages, claim.start, claim.end, claim.kv_dtype)
             handed_out = True
         finally:
             self._scheduler.withdraw(request)
             if not handed_out and sequence.pages:  # pages and the end of the wait met
                 self._scheduler.ungrant(sequence)
+            self._changed()
         sequence.allow(self._settings.receive_s, self._clock())
         return FirstWrite(sink, lambda: loop.call_soon_threadsafe(_receiving, sequence))
 
@@ -128,6 +132,7 @@ class Handoffs:
         """Every byte is right: the sequence may compute. Raises Fenced if it was ended meanwhile."""
         sequence = self._sequence(claim)
         sequence.first = FirstLogits(logits.dtype, bytes(logits.data))
+        self.on_verified(sequence.key, logits)
         self._scheduler.join(sequence)
         self._changed()
 
@@ -140,6 +145,7 @@ class Handoffs:
         sequence.attempt_error = error
         sequence.allow(self._settings.ticket_ttl_s, self._clock())
         self._scheduler.ungrant(sequence)
+        self._changed()
 
     def _sequence(self, claim: Claim) -> Sequence:
         sequence = self._sequences.get(claim.handoff_id)

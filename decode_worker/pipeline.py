@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence as Series
 
 from cache_transfer.contract import Ticket, WorkerContract, cache_identity, check_compatible
-from decode_worker.admission import Admission, DecodeRequest, Limits, check_request
+from decode_worker.admission import Admission, DecodeRequest, Limits, check_request, check_same_numerics
 from decode_worker.generation import Generation
 from decode_worker.handoffs import Handoffs
 from decode_worker.scheduler import Scheduler
@@ -53,7 +53,12 @@ class Pipeline:
         incarnation: bytes,
     ) -> None:
         self.scheduler = Scheduler(
-            blocks, limits.page_size, settings.max_queue, settings.max_batch, on_exit=self._on_exit
+            blocks,
+            settings.max_queue,
+            settings.max_batch,
+            settings.growth_watermark,
+            settings.recompute_tokens,
+            on_exit=self._on_exit,
         )
         self._wake = asyncio.Event()  # there may be something to plan
         self.handoffs = Handoffs(
@@ -99,7 +104,7 @@ class Pipeline:
             generation=generation,
             stream=EventStream(self._settings.max_unread_tokens, self._wake.set),
             prefix=Prefix(
-                cache_identity(self._limits.contract, request.adapter, request.tenant),
+                cache_identity(self._limits.contract, request.adapter, request.tenant, request.prefill_contract),
                 request.ids,
                 self._limits.page_size,
             ),
@@ -123,6 +128,7 @@ class Pipeline:
         Raises Incompatible naming the field, Refused when the request is over.
         """
         check_compatible(prefill_contract, self._limits.contract)
+        check_same_numerics(prefill_contract, sequence.request)
         ticket = await self.handoffs.retry(sequence)
         if ticket is not None:
             sequence.stream.put(ticket)
@@ -149,7 +155,7 @@ class Pipeline:
         while True:
             self._wake.clear()
             plan = self.scheduler.plan()
-            if plan.samplers:
+            if plan.size:
                 await self._step(plan)
             else:
                 await self._wake.wait()
@@ -170,11 +176,11 @@ class Pipeline:
         try:
             output = await self._thread.run(step_and_sample, self._engine, plan)
         except PdserveError as error:
-            log.error("a step of %d sequences failed: %s", len(plan.samplers), error)
+            log.error("a step of %d sequences failed: %s", plan.size, error)
             self.scheduler.abandon(plan, error)
             return
         except Exception:
-            log.exception("a step of %d sequences failed", len(plan.samplers))
+            log.exception("a step of %d sequences failed", plan.size)
             self.scheduler.abandon(plan, Internal("the engine failed", remedy="see the worker's log"))
             return
         self.counters += output.counters

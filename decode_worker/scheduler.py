@@ -3,11 +3,12 @@
 Queues:
     waiting   producer: Generate handlers (submit); consumer: grants and expiry; bound: max_queue
     grants    producer: open pushes (Handoffs.grant); consumer: pump, first in first out; bound: part of `waiting`
-    running   producer: verified handoffs (join); consumer: plan; bound: the page pool and, for
+    running   producer: verified handoffs (join); consumer: plan, oldest first, preempted ones included;
+              bound: the page pool (nobody joins while one that was preempted lacks pages) and, for
               sequences that need none, max_queue (they count as waiting until their first step)
 
-A grant takes all pages that prompt and output can ever need, so a running sequence never
-waits for memory. Pages that a running step writes come back only after it.
+A grant takes pages for what arrives and the first growth; growth, preemption and who goes first
+are memory.py's. Pages that a running step writes come back only after it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from decode_worker.sequence import EXITS, HANDOFF, RUNNING, Outcome, Sequence, State
+from decode_worker.memory import Memory
+from decode_worker.sequence import EXITS, HANDOFF, Outcome, Sequence, State
 from decode_worker.step import DecodeOutput, DecodePlan
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.plan import Chunk, StepPlan
@@ -36,22 +38,36 @@ class GrantRequest:
 class Scheduler:
     """Decides; owned by the worker's event loop, so it needs no lock.
 
+    Whatever may bring pages back must be followed by a `plan`: only that lets a sequence grow.
+
     Args:
         blocks: page bookkeeping; this object is its only user.
-        page_size: tokens per page.
         max_queue: requests that may wait for their cache.
         max_batch: sequences of one step.
+        growth_watermark: share of the pool that must stay available after a grant.
+        recompute_tokens: tokens that one step may compute again, over all sequences.
         on_exit: told of every sequence that left, after its pages went back.
     """
 
     blocks: BlockManager
-    page_size: int
     max_queue: int
     max_batch: int
+    growth_watermark: float = 0.0
+    recompute_tokens: int = 256
     on_exit: Callable[[Sequence, Outcome], None] = lambda sequence, outcome: None
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     grants: deque[GrantRequest] = field(default_factory=deque)
+    recomputed_tokens: int = 0
+    """Tokens that were computed again after a preemption, since the start."""
+
+    def __post_init__(self) -> None:
+        self._memory = Memory(self.blocks, self.waiting, self.running, self.growth_watermark)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sequence lost its pages since the start."""
+        return self._memory.preemptions
 
     # -- before the cache is here ------------------------------------------------------------
 
@@ -65,17 +81,8 @@ class Scheduler:
                 remedy="send it to another decode worker, or wait",
             )
         if not sequence.logits_only:
-            # The last token's logits must be computed, so at least that token travels.
-            pages, tokens = self.blocks.match(sequence.prefix, len(sequence.ids) - 1)
-            if len(pages) + self.pinned <= self.blocks.pages // 2:
-                self.blocks.retain(sequence.pin, pages)
-                sequence.held, sequence.cached = pages, tokens
+            self._memory.pin(sequence)
         self.waiting.append(sequence)
-
-    @property
-    def pinned(self) -> int:
-        """Pages pinned by requests that have no grant yet, shared ones counted once per request."""
-        return sum(len(s.held) for s in self.waiting if not s.pages)
 
     def request_grant(self, sequence: Sequence, granted: Callable[[], None]) -> GrantRequest:
         """Queues an open push for pages; `granted` may be called at once."""
@@ -91,24 +98,25 @@ class Scheduler:
             self.pump()
 
     def pump(self) -> None:
-        """Gives pages to open pushes, in order.
+        """Gives pages that came back to preempted sequences, then to open pushes."""
+        self._memory.resume()
+        self._give_grants()
 
-        A push that does not fit holds the later ones back, so that a large request gets its
-        turn - unless nothing but their own pinned prefixes is in its way, which would never end.
+    def _give_grants(self) -> None:
+        """In order. A push that does not fit holds the later ones back, so that a large request gets its
+        turn - unless nothing but pinned prefixes is in its way: that may be the later ones' own.
         """
-        waits = list(self.grants)
-        for request in waits:
-            sequence = request.sequence
-            try:
-                fresh = self.blocks.allocate(sequence.key, self._fresh_pages(sequence))
-            except Exhausted:
-                if any(s.pages for s in self.waiting) or any(s.pages for s in self.running):
-                    return
-                continue
-            self.grants.remove(request)
-            sequence.pages = (*sequence.held, *fresh)
-            sequence.move(State.GRANTED)
-            request.granted()
+        memory = self._memory
+        for request in list(self.grants):
+            alone = memory.alone
+            if memory.lacking and not alone:
+                return
+            if memory.grant(request.sequence):
+                self.grants.remove(request)
+                request.sequence.move(State.GRANTED)
+                request.granted()
+            elif not alone:
+                return
 
     def ungrant(self, sequence: Sequence) -> None:
         """An attempt is over and its writers have drained: its pages go back, the pin stays."""
@@ -122,36 +130,61 @@ class Scheduler:
         """Every byte of its cache was verified (or its logits, if it needs only those): it may compute."""
         sequence.move(State.VERIFIED)
         sequence.cached = 0 if sequence.logits_only else len(sequence.ids)
-        self._publish(sequence)
+        self._memory.publish(sequence)
         self.waiting.remove(sequence)
         self.running.append(sequence)
 
     # -- decoding ----------------------------------------------------------------------------
 
     def plan(self) -> DecodePlan:
-        """The next step: the oldest sequences whose readers keep up; empty when there are none."""
-        ready = [s for s in self.running if s.ending is None and s.stream.full_since is None][: self.max_batch]
-        plan = DecodePlan(
-            step=StepPlan(tuple(self._chunk(s) for s in ready if s.first is None)),
-            first={s.key: s.first for s in ready if s.first is not None},
-            samplers={s.key: s.generation.sampler for s in ready},
-        )
-        for sequence in ready:
+        """The next step: the oldest sequences whose readers keep up and that have pages; may be empty."""
+        memory = self._memory
+        memory.resume()
+        memory.stuck = False
+        chunks: dict[str, Chunk] = {}
+        planned: list[Sequence] = []
+        budget = self.recompute_tokens
+        for sequence in tuple(self.running):
+            if len(planned) == self.max_batch:
+                break
+            # One that an older sequence preempted just now is no longer what it was when the loop began.
+            if not sequence.ready or sequence.state is State.PREEMPTED:
+                continue
+            if sequence.first is None:
+                missing = sequence.length - sequence.cached
+                take = 1 if missing == 1 else min(missing, budget)
+                if not take:
+                    continue  # others compute again in this step
+                if not memory.grow(sequence, sequence.cached + take):
+                    memory.stuck = True
+                    continue
+                budget -= take if missing > 1 else 0
+                chunks[sequence.key] = self._chunk(sequence, take)
+            planned.append(sequence)
             sequence.stepping = True
-        return plan
+        self._give_grants()
+        return DecodePlan(
+            step=StepPlan(tuple(chunks.values())),
+            first={s.key: s.first for s in planned if s.first is not None},
+            samplers={
+                s.key: s.generation.sampler for s in planned if s.key not in chunks or chunks[s.key].logits == "last"
+            },
+        )
 
     def apply(self, plan: DecodePlan, output: DecodeOutput) -> int:
         """Books a step that has run: tokens to their streams, ended sequences out. Returns tokens given out."""
         given = 0
+        ran = {chunk.key: len(chunk.ids) for chunk in plan.step.chunks}
         for sequence in self._stepped(plan):
-            if sequence.first is None:
-                sequence.cached += 1
-            choice = output.choices[sequence.key]
+            tokens = ran.get(sequence.key, 0)
+            self.recomputed_tokens += min(tokens, max(0, sequence.length - 1 - sequence.cached))
+            sequence.cached += tokens
+            choice = output.choices.get(sequence.key)
             if sequence.ending is not None:
                 self.leave(sequence, *sequence.ending)
             elif isinstance(choice, PdserveError):
                 self.leave(sequence, State.FAILED, choice)
-            else:
+            elif choice is not None:
                 sequence.first = None
                 if sequence.state is State.VERIFIED:
                     sequence.move(State.DECODING)
@@ -170,8 +203,7 @@ class Scheduler:
 
     def complete(self, sequence: Sequence, finish: Finish) -> None:
         """The output is whole: its full pages become findable, all of them go back."""
-        sequence.prefix.extend(sequence.generation.output[len(sequence.request.output_ids) :])
-        self._publish(sequence)
+        self._memory.publish(sequence)
         sequence.stream.put(finish)
         self._leave(sequence, Outcome(sequence.key, State.DONE))
 
@@ -193,31 +225,23 @@ class Scheduler:
         for request in [r for r in self.grants if r.sequence is sequence]:
             self.grants.remove(request)
         sequence.move(outcome.state)
-        self.blocks.release(sequence.key)
-        self.blocks.release(sequence.pin)
-        sequence.pages = sequence.held = ()
+        self._memory.release(sequence)
         self.on_exit(sequence, outcome)
         self.pump()
 
     def _stepped(self, plan: DecodePlan) -> Iterable[Sequence]:
-        for sequence in [s for s in self.running if s.key in plan.samplers]:
+        keys = {chunk.key for chunk in plan.step.chunks} | plan.first.keys()
+        for sequence in [s for s in self.running if s.key in keys]:
             sequence.stepping = False
             yield sequence
 
-    def _fresh_pages(self, sequence: Sequence) -> int:
-        return -(-sequence.cache_tokens // self.page_size) - len(sequence.held)
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Full pages of verified content only: the handoff's tokens, then what was decoded."""
-        if sequence.pages and sequence.state in RUNNING:
-            self.blocks.publish(sequence.prefix, sequence.pages[: sequence.cached // self.page_size])
-
-    def _chunk(self, sequence: Sequence) -> Chunk:
-        """One decode token: the last one sampled, which is not in the cache yet."""
-        end = sequence.cached + 1
+    def _chunk(self, sequence: Sequence, take: int) -> Chunk:
+        """The next tokens that are not cached: the last one sampled, or after preemption more than that."""
+        end = sequence.cached + take
         return Chunk(
             key=sequence.key,
-            ids=(sequence.generation.output[-1],),
+            ids=sequence.tokens(sequence.cached, end),
             start=sequence.cached,
-            pages=sequence.pages[: -(-end // self.page_size)],
+            pages=sequence.pages[: self.blocks.pages_for(end)],
+            logits="last" if end == sequence.length else "none",
         )

@@ -2,11 +2,11 @@
 
     submit()    pages granted    first frame   all verified    first token   last token
       |  WAITING ------> GRANTED -----> RECEIVING ----> VERIFIED -----> DECODING -----> DONE
-      |    |  ^            |              |  |             |              |    ^
-      |    |  +------------+--------------+  |             |              v    |
-      |    |   attempt over: pages go back,  |             |           PREEMPTED   (reserved: pages for the
-      |    |   a retry gets a new ticket     |             |              whole output are taken at the grant)
-      |    v                                 v             v
+      |    |  ^            |              |  |            |  ^            |  ^
+      |    |  +------------+--------------+  |            v  |            v  |
+      |    |   attempt over: pages go back,  |           PREEMPTED: no page; back to where it was
+      |    |   a retry gets a new ticket     |           once it has pages again, then recomputes
+      |    v                                 v
       |  EXPIRED  ticket, receipt, reader or the whole request took too long
       |  ABORTED  the caller closed the stream, or the worker drains          from every state
       |  FAILED   engine or sampler fault
@@ -14,9 +14,13 @@
 
 A request that wants one token goes from WAITING to VERIFIED with logits only and no page.
 
+A sequence that was preempted keeps its stream, sampler, text and stop state, and the first
+logits if no token was sampled from them. What its pages held is found in the prefix index or
+computed again: while more than one of its tokens is not cached, it recomputes.
+
 Who holds its pages, by owner name in the BlockManager:
-    <key>        from the grant to the end of the attempt or of the sequence
-    <key>/pin    the prefix this worker already held, from admission to the end of the sequence
+    <key>        from the grant to the end of the attempt or of the sequence, or to preemption
+    <key>/pin    the prefix this worker already held, from admission to the end, or to preemption
 """
 
 from __future__ import annotations
@@ -59,9 +63,9 @@ _NEXT = {
     State.WAITING: frozenset({State.GRANTED, State.VERIFIED, State.REFUSED, State.DONE}) | _FAULTS,
     State.GRANTED: frozenset({State.WAITING, State.RECEIVING, State.VERIFIED}) | _FAULTS,
     State.RECEIVING: frozenset({State.WAITING, State.VERIFIED}) | _FAULTS,
-    State.VERIFIED: frozenset({State.DECODING, State.DONE}) | _FAULTS,
+    State.VERIFIED: frozenset({State.DECODING, State.PREEMPTED, State.DONE}) | _FAULTS,
     State.DECODING: frozenset({State.PREEMPTED, State.DONE}) | _FAULTS,
-    State.PREEMPTED: frozenset({State.DECODING}) | _FAULTS,
+    State.PREEMPTED: frozenset({State.VERIFIED, State.DECODING}) | _FAULTS,
 }
 
 
@@ -91,7 +95,7 @@ class Sequence:
     attempts: int = 0  # tickets issued for it
     identity: HandoffIdentity | None = None  # of the cache that must arrive
     held: tuple[int, ...] = ()  # pinned pages of the prefix this worker already had
-    pages: tuple[int, ...] = ()  # block table: held, then granted ones
+    pages: tuple[int, ...] = ()  # block table: held or found again, then its own
     cached: int = 0  # tokens [0, cached) are in the pages
     first: FirstLogits | None = None  # until the first token was sampled
     stepping: bool = False  # part of the step that runs now
@@ -110,6 +114,22 @@ class Sequence:
     def ids(self) -> tuple[int, ...]:
         """What the handoff brings: the prompt, then the output of earlier workers."""
         return self.request.ids
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output so far; the last one sampled is not cached yet."""
+        return len(self.request.prompt_ids) + len(self.generation.output)
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens [start, end) of prompt and output so far."""
+        prompt, output = self.request.prompt_ids, self.generation.output
+        own = len(prompt)
+        return (*prompt[start:end], *output[max(0, start - own) : max(0, end - own)])
+
+    @property
+    def ready(self) -> bool:
+        """Its reader keeps up, and nobody has ended it."""
+        return self.ending is None and self.stream.full_since is None
 
     @property
     def pin(self) -> str:

@@ -50,11 +50,24 @@ class DecodeSettings:
     context_limit: int = 0
     """Tokens of prompt and output together; 0: the model's own limit."""
 
+    allow_lossy: bool = False
+    """Consents to caches whose KV, weight and activation precision is another,
+    with loss. Counts only if the other worker and the router consent too; each response then says so."""
+
     max_queue: int = 64
     """Requests that may wait for their cache; one more is refused with RESOURCE_EXHAUSTED."""
 
     max_batch: int = 32
     """Sequences of one engine step."""
+
+    growth_watermark: float = 0.05
+    """Share of the page pool that must stay available after a new request got its pages, so that those
+    that run can grow; a request gets pages for its prompt and one more token. 0 fills the pool; more
+    preempts less. It does not apply to a request that would be alone."""
+
+    recompute_tokens: int = 256
+    """Tokens of one step that may be spent on sequences that were preempted, to compute again what their
+    pages held. More brings them back sooner and makes the others' tokens wait longer."""
 
     max_unread_tokens: int = 256
     """Tokens that wait for a slow reader before its sequence pauses."""
@@ -91,9 +104,11 @@ class DecodeSettings:
 
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
-        for name in ("max_queue", "max_batch", "max_unread_tokens", "max_attempts"):
+        for name in ("max_queue", "max_batch", "recompute_tokens", "max_unread_tokens", "max_attempts"):
             if getattr(self, name) < 1:
                 raise _wrong(name, getattr(self, name), "at least 1")
+        if not 0 <= self.growth_watermark < 1:
+            raise _wrong("growth_watermark", self.growth_watermark, "a share of the pool from 0 to below 1")
         if self.context_limit < 0:
             raise _wrong("context_limit", self.context_limit, "0 or a number of tokens")
         for name in (

@@ -24,11 +24,19 @@ _DTYPES = {"fp32": torch.float32, "float64": torch.float64}
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """`samplers` has one entry per row of the step: keys of `step.chunks`, and of `first`."""
+    """`samplers` has one entry per token to choose: for each chunk with logits, and for each of `first`.
+
+    A chunk without logits only computes again what a preempted sequence had cached.
+    """
 
     step: StepPlan
     first: Mapping[str, FirstLogits]
     samplers: Mapping[str, Sampler]
+
+    @property
+    def size(self) -> int:
+        """Sequences in it."""
+        return len(self.step.chunks) + len(self.first)
 
 
 @dataclass(frozen=True)
@@ -40,8 +48,8 @@ class DecodeOutput:
 
 
 def step_and_sample(engine: Engine, plan: DecodePlan) -> DecodeOutput:
-    """Runs the model where the plan has chunks, then one sampler for all rows. Raises what `Engine.step`
-    and `check_written` raise.
+    """Runs the model where the plan has chunks, then one sampler for all rows that have logits. Raises what
+    `Engine.step` and `check_written` raise.
     """
     logits: dict[str, Tensor] = {}
     counters = StepCounters()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 from cache_transfer.contract import Endpoint, Ticket
 from cache_transfer.service import TransferService
@@ -15,16 +17,16 @@ from cache_transfer.service import register as register_transfer
 from decode_worker import service
 from decode_worker.admission import Admission, DecodeRequest, Limits
 from decode_worker.pipeline import Pipeline
-from decode_worker.sequence import HANDOFF, Sequence
+from decode_worker.sequence import HANDOFF, Sequence, State
 from decode_worker.settings import DecodeSettings
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.checks import check_tokenizer
 from pdserve.engine.engine import Engine
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.runner import EngineThread
+from pdserve.registry.accounts import GRANT, PIN, PREEMPTED, REQUEST, TICKET, Accounts, Stake
 from pdserve.registry.pool_worker import PoolWorker
 from pdserve.registry.records import DECODE, Load, Registry
-from pdserve.registry.worker_service import GRANT, PIN, REQUEST, Holding
 from pdserve.rpc.server import Server
 from pdserve.tokenizer import Bundle, Tokenizer
 
@@ -60,7 +62,10 @@ class DecodeWorker(PoolWorker):
         super().__init__(
             DECODE,
             settings.name or self.engine.name,
-            self.engine.contract(bundle.digest() if bundle else b"", settings.context_limit),
+            replace(
+                self.engine.contract(bundle.digest() if bundle else b"", settings.context_limit),
+                allow_lossy=settings.allow_lossy,
+            ),
             bundle.to_bytes() if bundle else b"",
             settings,
             registry,
@@ -120,11 +125,23 @@ class DecodeWorker(PoolWorker):
             steps=self._thread.steps,
         )
 
-    def _holding(self, owner: str, pages: int, now: float) -> Holding:
-        """While the cache is on its way its deadline counts, afterwards the request's."""
-        sequence = next((s for s in self.pipeline.sequences if s.key == owner.removesuffix("/pin")), None)
-        waits = sequence is not None and sequence.state in HANDOFF
-        kind = PIN if owner.endswith("/pin") else GRANT if waits else REQUEST
-        if sequence is None:
-            return Holding(owner, kind, pages)
-        return Holding(owner, kind, pages, max(0.0, (sequence.deadline if waits else sequence.ends_at) - now))
+    def accounts(self) -> Accounts:
+        scheduler = self.pipeline.scheduler
+        return replace(
+            super().accounts(), preemptions=scheduler.preemptions, recomputed_tokens=scheduler.recomputed_tokens
+        )
+
+    def _stakes(self) -> tuple[Stake, ...]:
+        return tuple(stake for sequence in self.pipeline.sequences for stake in _stakes_of(sequence))
+
+
+def _stakes_of(sequence: Sequence) -> Iterator[Stake]:
+    """While the cache is on its way its deadline counts, afterwards the request's."""
+    own = sequence.pages[len(sequence.held) :]
+    if sequence.state in HANDOFF:
+        kind, deadline = GRANT if sequence.pages else TICKET, sequence.deadline
+    else:
+        kind, deadline = PREEMPTED if sequence.state is State.PREEMPTED else REQUEST, sequence.ends_at
+    yield Stake(sequence.key, kind, own, deadline)
+    if sequence.held:
+        yield Stake(sequence.pin, PIN, sequence.held, deadline)

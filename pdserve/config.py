@@ -7,6 +7,7 @@
     [registry]   RegistrySettings                where workers announce themselves
     [prefill]    PrefillSettings                 [decode]  DecodeSettings
     [router]     RouterSettings                  [pools]   PoolSettings
+    [[router.tenants]]  Tenant                   who may call, by API key
 
 Each key is documented where its dataclass is. An unknown or mistyped key is a ConfigError
 that names it.
@@ -15,6 +16,7 @@ that names it.
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -30,6 +32,7 @@ from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
+from router.tenants import first_key, read_tenants
 
 T = TypeVar("T")
 Table = Mapping[str, Any]
@@ -139,9 +142,24 @@ def parse_config(tables: Table) -> Config:
         model=model,
         prefill=worker(PrefillSettings, "prefill"),
         decode=worker(DecodeSettings, "decode"),
-        router=_section(RouterSettings, "router", tables.get("router", {}), shared),
+        router=_router(tables.get("router", {}), shared),
         pools=_section(PoolSettings, "pools", tables.get("pools", {})),
     )
+
+
+def operator_key(path: str | Path | None) -> str:
+    """One of the API keys of a file's tenants, for the operator's own calls; empty: the router asks for none."""
+    return first_key(_tenants(read_tables(path).get("router", {})), os.environ)
+
+
+def _router(table: Table, shared: Mapping[str, Any]) -> RouterSettings:
+    """Tenants hold secrets, so they are read where no error shows a value."""
+    plain = {key: value for key, value in table.items() if key != "tenants"}
+    return _section(RouterSettings, "router", plain, {**shared, "tenants": read_tenants(_tenants(table))})
+
+
+def _tenants(router: Table) -> object:
+    return router.get("tenants", ())
 
 
 def merge(base: Table, over: Table) -> dict[str, Any]:

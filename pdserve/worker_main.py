@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from pdserve.engine.checkpoint_files import CheckpointFiles
 from pdserve.engine.load import load_model, model_path
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import EngineConfig
@@ -63,8 +64,9 @@ async def open_worker(build: Build[S, W], settings: S, registry: Registry | None
     nothing else keeps them. Raises CheckpointError and ConfigError.
     """
     settings.check()
-    path = model_path(settings.model)
-    model = await asyncio.to_thread(load_model, path, settings.engine.dtype, settings.engine.device)
+    path, engine = model_path(settings.model), settings.engine
+    files = CheckpointFiles(engine.keep_digests)
+    model = await asyncio.to_thread(load_model, path, engine.dtype, engine.device, files)
     bundle = await asyncio.to_thread(load_bundle, path)
     return build(model, bundle, settings, registry)
 

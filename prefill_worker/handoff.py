@@ -37,6 +37,7 @@ class PrefillResult:
     queued_ms: float
     prefill_ms: float  # first chunk started .. logits ready
     transfer_ms: float  # logits ready .. acknowledged
+    push_ms: float  # granted .. acknowledged
     chunks: int
 
 
@@ -107,6 +108,7 @@ class Job:
                 queued_ms=1000 * (self.admitted - self.received),
                 prefill_ms=1000 * (self.computed - self.computing),
                 transfer_ms=1000 * (report.ack_at - self.computed),
+                push_ms=1000 * (report.ack_at - report.granted_at),
                 chunks=self.prompt.chunks,
             )
         )

@@ -133,6 +133,10 @@ class Pipeline:
         for prompt in self.scheduler.overdue(now):
             self.end(self.jobs[prompt], State.EXPIRED, _overdue(prompt))
 
+    def pages_freed(self) -> None:
+        """Pages that no prompt held are back: those that wait may fit now."""
+        self._wake.set()
+
     @property
     def count(self) -> int:
         return len(self.jobs)

@@ -38,6 +38,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             queued_ms=result.queued_ms,
             prefill_ms=result.prefill_ms,
             transfer_ms=result.transfer_ms,
+            push_ms=result.push_ms,
             chunks=result.chunks,
         )
 

@@ -44,6 +44,10 @@ class PrefillSettings:
     context_limit: int = 0
     """Tokens of the longest prompt served; 0: the model's own limit."""
 
+    allow_lossy: bool = False
+    """Consents to decode workers whose KV, weight and activation precision is another,
+    with loss. Counts only if the other worker and the router consent too; each response then says so."""
+
     max_queue: int = 64
     """Prompts that may wait for pages; one more is refused with RESOURCE_EXHAUSTED."""
 
@@ -61,6 +65,10 @@ class PrefillSettings:
 
     stall_s: float = 30.0
     """Seconds one engine step may take before health reports the worker as not serving."""
+
+    allow_trace: bool = False
+    """Lets `pdserve verify worker:HOST:PORT` see what this model computes for its own test prompts, layer by layer.
+    No request's data is shown, but whoever reaches the port can use the engine and learn about the weights."""
 
     grace_s: float = 30.0
     """Seconds that prompts in flight get to finish when the worker is told to stop."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.contract import Endpoint
@@ -16,10 +17,12 @@ from pdserve.engine.checks import check_tokenizer
 from pdserve.engine.engine import Engine
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.runner import EngineThread
+from pdserve.engine.tracer import OWNER as TRACER
+from pdserve.engine.tracer import TracedRun, Tracer
 from pdserve.errors import Cancelled
+from pdserve.registry.accounts import LEASE, Stake
 from pdserve.registry.pool_worker import PoolWorker
 from pdserve.registry.records import PREFILL, Load, Registry
-from pdserve.registry.worker_service import LEASE, Holding
 from pdserve.tokenizer import Bundle
 from prefill_worker import service
 from prefill_worker.admission import Limits, PrefillRequest, check_request
@@ -62,7 +65,10 @@ class PrefillWorker(PoolWorker):
         super().__init__(
             PREFILL,
             settings.name or self.engine.name,
-            self.engine.contract(bundle.digest() if bundle else b"", settings.context_limit),
+            replace(
+                self.engine.contract(bundle.digest() if bundle else b"", settings.context_limit),
+                allow_lossy=settings.allow_lossy,
+            ),
             bundle.to_bytes() if bundle else b"",
             settings,
             registry,
@@ -79,6 +85,15 @@ class PrefillWorker(PoolWorker):
         self._peers = Peers(settings.rpc)
         self.pipeline = Pipeline(
             self.engine, self.contract, settings, self.blocks, self._thread, self._peers, self._background
+        )
+        self._tracer = Tracer(
+            self.engine,
+            self._thread,
+            self.blocks,
+            allowed=settings.allow_trace,
+            limit=self._limits.context_limit,
+            lease_s=settings.lease_s,
+            freed=self.pipeline.pages_freed,
         )
         service.add_services(self._server, self)
 
@@ -101,6 +116,11 @@ class PrefillWorker(PoolWorker):
             state = State.EXPIRED if late else State.ABORTED
             self.pipeline.end(job, state, Cancelled("the caller went away", reason="CALLER_GONE"))
             raise
+
+    async def trace(self, ids: tuple[int, ...], chunk_tokens: int, columns: int) -> TracedRun:
+        """See `Tracer.run`. Raises Unavailable besides, when the worker does not serve."""
+        self.check_serving()
+        return await self._tracer.run(ids, chunk_tokens, columns)
 
     async def _listen(self) -> None:
         """The one server is all there is."""
@@ -125,6 +145,8 @@ class PrefillWorker(PoolWorker):
             steps=self._thread.steps,
         )
 
-    def _holding(self, owner: str, pages: int, now: float) -> Holding:
-        prompt = next((prompt for prompt in self.pipeline.jobs if prompt.owner == owner), None)
-        return Holding(owner, LEASE, pages, -1.0 if prompt is None else max(0.0, prompt.deadline - now))
+    def _stakes(self) -> tuple[Stake, ...]:
+        """A prompt that waits in the queue holds nothing."""
+        leases = tuple(Stake(p.owner, LEASE, p.pages, p.deadline) for p in self.pipeline.jobs if p.pages)
+        traced = self._tracer.pages
+        return (*leases, Stake(TRACER, LEASE, traced, self._tracer.deadline)) if traced else leases

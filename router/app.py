@@ -2,13 +2,16 @@
 
     built --start()--> serving --drain()--> draining --stop()--> stopped
 
-With a memory:// registry the gateway's listener also serves the Registry to the workers.
+With a memory:// registry the gateway's listener also serves the Registry to the workers. Its
+health service says of the whole server that it is up, and of the Gateway, like /readyz, whether
+a pair of workers fits: nobody is sent here before a request can be answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 
 from pdserve.errors import PdserveError
 from pdserve.registry.memory import MemoryRegistry
@@ -16,6 +19,7 @@ from pdserve.registry.open import describe_url, open_registry
 from pdserve.registry.records import Registry
 from pdserve.registry.service import add_registry
 from pdserve.rpc.server import Server
+from router.auth import Authenticator, Doorkeeper
 from router.channels import WorkerChannels
 from router.gate import Gate
 from router.http_protocol import HttpLimits
@@ -24,7 +28,7 @@ from router.intake import Intake
 from router.openai_http import OpenAiApi
 from router.orchestrate import Orchestrator
 from router.pool import Pool
-from router.service import GatewayService, add_gateway
+from router.service import GATEWAY, GatewayService, add_gateway
 from router.settings import RouterSettings
 from router.tokens import BundleCache
 
@@ -40,24 +44,24 @@ class Router:
         settings: checked here.
         registry: used instead of the one that `settings.registry.url` names; stays the caller's to close.
 
-    Raises ConfigError for settings that cannot work.
+    Raises ConfigError for settings that cannot work, API keys that cannot be read among them.
     """
 
     def __init__(self, settings: RouterSettings | None = None, registry: Registry | None = None) -> None:
         self.settings = settings = settings or RouterSettings()
         settings.check()
+        self.authenticator = Authenticator(settings)
+        self._draining = False
         self.broken = asyncio.Event()  # stays unset: the pool's task logs what it meets, warns in status and goes on
         self._owns_registry = registry is None
         self.registry = registry or open_registry(settings.registry.url, settings.registry, settings.rpc)
         self.channels = WorkerChannels(settings.rpc)
-        self.pool = Pool(
-            self.registry, Gate(settings.allow_lossy), settings.refresh_s, on_addresses=self.channels.keep_only
-        )
+        self.pool = Pool(self.registry, Gate(settings.allow_lossy), settings.refresh_s, on_addresses=self._on_snapshot)
         self.bundles = BundleCache(self.channels, settings.max_bundles, settings.rpc.call_timeout_s)
         self.intake = Intake(self.pool, self.bundles, settings)
         self.orchestrator = Orchestrator(self.pool, self.channels, settings)
         self.grpc = self._gateway()
-        app = OpenAiApi(self.intake, self.orchestrator, self.pool, settings).app()
+        app = OpenAiApi(self.intake, self.orchestrator, self.pool, settings, self.authenticator).app()
         limits = HttpLimits(settings.http_connections, settings.http_header_s)
         self.http = HttpServer(app, settings.http_interface, settings.http_port, settings.rpc, limits)
 
@@ -81,6 +85,7 @@ class Router:
         try:
             await self.pool.start()
             await self.grpc.start()
+            await self._report_ready()
             await self.http.start()
         except PdserveError:
             await self.stop()
@@ -90,6 +95,7 @@ class Router:
     async def drain(self, grace_s: float | None = None) -> None:
         """Takes no new requests and gives those in flight `grace_s` seconds, then ends them with Unavailable."""
         grace_s = self.settings.grace_s if grace_s is None else grace_s
+        self._draining = True
         if self.grpc.address:
             await self.grpc.set_serving(False)
         ending = asyncio.get_running_loop().call_later(grace_s, self.orchestrator.end)
@@ -113,11 +119,21 @@ class Router:
         if self._owns_registry:
             await self.registry.close()
 
+    async def _on_snapshot(self, addresses: Collection[str]) -> None:
+        await self.channels.keep_only(addresses)
+        if self.grpc.address:
+            await self._report_ready()
+
+    async def _report_ready(self) -> None:
+        if not self._draining:
+            await self.grpc.set_serving(self.pool.can_serve, GATEWAY)
+
     def _gateway(self) -> Server:
         settings = self.settings
         name = describe_url(settings.registry.url)
-        server = Server(settings.rpc, settings.host, settings.port)
-        gateway = GatewayService(self.intake, self.orchestrator, self.pool, settings, name)
+        doorkeeper = Doorkeeper(self.authenticator, GATEWAY)
+        server = Server(settings.rpc, settings.host, settings.port, interceptors=[doorkeeper])
+        gateway = GatewayService(self.intake, self.orchestrator, self.pool, settings, name, self.authenticator)
         add_gateway(server, gateway)
         if isinstance(self.registry, MemoryRegistry):
             add_registry(server, self.registry)

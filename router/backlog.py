@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pdserve.errors import Cancelled
 from pdserve.rpc.events import Accepted, Finish, HandoffRecord, TokenBatch
 
-Event = Accepted | TokenBatch | HandoffRecord | Finish
+
+@dataclass(frozen=True)
+class Moved:
+    """Workers of another contract serve the request from here on. Before any token, and for the doors alone."""
+
+    contract_digest: bytes
+
+
+Event = Accepted | Moved | TokenBatch | HandoffRecord | Finish
 
 
 def merge(first: TokenBatch, second: TokenBatch) -> TokenBatch:
@@ -46,6 +54,11 @@ class Backlog:
             self._events[-1] = merge(last, event)
         else:
             self._events.append(event)
+        self._settle()
+
+    def add(self, record: HandoffRecord) -> None:
+        """Appends the record of a request that has failed, without waiting: there is one, and nothing follows it."""
+        self._events.append(record)
         self._settle()
 
     def ended(self, producer: asyncio.Task[None]) -> None:

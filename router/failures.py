@@ -5,9 +5,14 @@ from __future__ import annotations
 from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Refused, Unavailable
 from router.gate import Member
 from router.request import Request
-from router.wire import DecodeEvent
+from router.wire import WORKER_LOST, DecodeEvent
 
 FIRST_TOKEN_TIMEOUT = "FIRST_TOKEN_TIMEOUT"
+INTER_TOKEN_TIMEOUT = "INTER_TOKEN_TIMEOUT"
+TOKENS_MISMATCH = "TOKENS_MISMATCH"
+
+# The worker does not answer, or answers without doing its work.
+_SUSPICIOUS = (WORKER_LOST, FIRST_TOKEN_TIMEOUT, INTER_TOKEN_TIMEOUT)
 
 # A worker's own time limit or state, which another worker need not share.
 _MOVABLE = (DeadlineExceeded, Refused)
@@ -18,6 +23,11 @@ def movable(error: PdserveError) -> bool:
     return error.retryable or isinstance(error, _MOVABLE)
 
 
+def suspicious(error: PdserveError) -> bool:
+    """The worker at fault should get no work until it is heard of again."""
+    return error.reason in _SUSPICIOUS
+
+
 def silent(member: Member, limit_s: float) -> Unavailable:
     """For the worker whose turn it was when the time for a first token was over."""
     return Unavailable(
@@ -25,6 +35,16 @@ def silent(member: Member, limit_s: float) -> Unavailable:
         reason=FIRST_TOKEN_TIMEOUT,
         field="router.first_token_timeout_s",
         remedy="send the request again, or allow more time for long prompts and queues",
+    )
+
+
+def stopped(member: Member, limit_s: float) -> Unavailable:
+    """For a decode worker that has given tokens and no longer does."""
+    return Unavailable(
+        f"decode worker {member.id} gave no token for {limit_s:g} s, and its engine stood still",
+        reason=INTER_TOKEN_TIMEOUT,
+        field="router.inter_token_timeout_s",
+        remedy="send the request again, or allow more time for slow steps",
     )
 
 
@@ -45,6 +65,11 @@ def deadline_exceeded(request: Request, output_tokens: int) -> DeadlineExceeded:
         field="deadline",
         remedy="allow more time, or ask for fewer tokens",
     )
+
+
+def mismatch(member: Member, problem: str) -> Internal:
+    """For tokens that are not those which were due: they are never forwarded."""
+    return Internal(f"decode worker {member.id} {problem}", reason=TOKENS_MISMATCH, field="tokens", retryable=True)
 
 
 def unexpected(event: DecodeEvent, when: str) -> Internal:

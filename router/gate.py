@@ -11,7 +11,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from cache_transfer.contract import INFORMATIONAL, WorkerContract, diff, refusals, sha256
+from cache_transfer.contract import (
+    INFORMATIONAL,
+    WorkerContract,
+    both_allow_lossy,
+    diff,
+    numerics,
+    refusals,
+    remedy_for,
+    sha256,
+)
 from pdserve.errors import FieldDifference, Incompatible, PdserveError, Unavailable
 from pdserve.registry.records import DECODE, PREFILL, WorkerRecord
 
@@ -38,10 +47,21 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Why a pair was given a request: from how many it was chosen, and what placement predicted."""
+
+    prefill_candidates: int = 0
+    decode_candidates: int = 0
+    prefill_cost: float = 0.0  # tokens to compute before the prompt is done
+    decode_cost: float = 0.0  # slowness, in running sequences
+
+
+@dataclass(frozen=True)
 class Pair:
     prefill: Member
     decode: Member
     conversions: tuple[FieldDifference, ...] = ()  # what the receiver will convert
+    choice: Choice = Choice()
 
     @property
     def key(self) -> tuple[bytes, bytes]:
@@ -95,8 +115,14 @@ class Verdict:
 def group_key(contract: WorkerContract, digest: bytes) -> bytes:
     """32 bytes over every field that decides or changes a handoff; `digest` is the contract's own."""
     c = contract
-    fields = (digest, c.page_size, c.page_axis_order, c.device, c.kv_dtype, c.weight_dtype, c.activation_dtype)
+    fields = (digest, c.page_size, c.page_axis_order, c.device, *numerics(c), c.allow_lossy)
     return sha256("group", fields)
+
+
+def arithmetic(member: Member) -> tuple[object, ...]:
+    """Equal for workers whose results should be equal, to the last bit in deterministic mode."""
+    contract = member.record.contract
+    return contract.device, contract.info.get("deterministic", "false"), *numerics(contract)
 
 
 class Gate:
@@ -118,7 +144,7 @@ class Gate:
         for left in prefills.values():
             for right in decodes.values():
                 differences = self._compare(left[0], right[0])
-                refused = refusals(differences, self._allow_lossy)
+                refused = refusals(differences, self._may_lose(left[0], right[0]))
                 if refused:
                     rejections.append(Rejection(tuple(m.id for m in left), tuple(m.id for m in right), refused))
                 else:
@@ -131,8 +157,12 @@ class Gate:
         informational = tuple(d for d in diff(left, right) if d.kind == INFORMATIONAL)
         return self._compare(prefill, decode) + informational
 
-    def fits(self, differences: tuple[FieldDifference, ...]) -> bool:
-        return not refusals(differences, self._allow_lossy)
+    def fits(self, prefill: Member, decode: Member) -> bool:
+        return not refusals(self._compare(prefill, decode), self._may_lose(prefill, decode))
+
+    def _may_lose(self, prefill: Member, decode: Member) -> bool:
+        """Whether this router and both workers consent to a handoff with loss."""
+        return self._allow_lossy and both_allow_lossy(prefill.record.contract, decode.record.contract)
 
     def _compare(self, prefill: Member, decode: Member) -> tuple[FieldDifference, ...]:
         key = (prefill.group, decode.group)
@@ -187,6 +217,6 @@ def explain(members: Iterable[Member], verdict: Verdict, model: str) -> PdserveE
     return Incompatible(
         f"no prefill worker of model {model!r} fits a decode worker: {'; '.join(verdict.notes)}",
         field=differences[0].code if differences else "model",
-        remedy="start both pools with the same model, tokenizer and precision",
+        remedy=remedy_for(differences),
         differences=differences,
     )

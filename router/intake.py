@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from pdserve.errors import InvalidRequest, NotFound, Unavailable, shown
+from pdserve.errors import Internal, InvalidRequest, NotFound, PdserveError, Unavailable, shown
 from pdserve.request import SamplingParams, check_token_ids
 from pdserve.tokenizer import Tokenizer
 from router.gate import Match, Member, Verdict, explain
@@ -19,6 +19,19 @@ from router.settings import RouterSettings
 from router.tokens import BundleCache, encode, holders, unknown_model
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """A request as the workers of one contract understand it."""
+
+    contract_digest: bytes
+    tokenizer_digest: bytes
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    least_tokens: int
+
+
 class Intake:
     def __init__(self, pool: Pool, bundles: BundleCache, settings: RouterSettings) -> None:
         self._pool = pool
@@ -26,8 +39,11 @@ class Intake:
         self._settings = settings
         self._taking = 0  # requests that are being checked and tokenized now
 
-    async def take(self, ask: Ask) -> Request:
+    async def take(self, ask: Ask, tenant: str = "") -> Request:
         """Checks, chooses the contract, tokenizes once, fixes seed and output limit.
+
+        Args:
+            tenant: what the caller's key stands for; empty only where the router has no tenants.
 
         Raises:
             NotFound: unknown model or adapter.
@@ -39,11 +55,16 @@ class Intake:
             raise router_full(self._taking)
         self._taking += 1
         try:
-            return await self._take(ask)
+            return await self._take(ask, self._tenant(tenant))
         finally:
             self._taking -= 1
 
-    async def _take(self, ask: Ask) -> Request:
+    def _tenant(self, known: str) -> str:
+        if self._settings.tenants and not known:
+            raise Internal("a request without a tenant came past the doors", reason="NO_TENANT", field="tenant")
+        return known or self._settings.tenant
+
+    async def _take(self, ask: Ask, tenant: str) -> Request:
         received = time.monotonic()
         ask.sampling.check()
         if ask.adapter:
@@ -56,9 +77,37 @@ class Intake:
         model = self._model(ask.model)
         ready = self._pool.ready(model)
         verdict = self._pool.verdict(model)
-        if not verdict.matches:
-            raise explain(ready, verdict, model)
-        matches = favoured(verdict)
+        reading = await self._read(ask, ready, verdict, model)
+        timeout_s = min(self._settings.request_timeout_s, ask.timeout_s or float("inf"))
+        return Request(
+            id=f"req-{secrets.token_hex(12)}",
+            model=model,
+            tenant=tenant,
+            prompt_ids=reading.prompt_ids,
+            sampling=reading.sampling,
+            least_tokens=reading.least_tokens,
+            contract_digest=reading.contract_digest,
+            received=received,
+            deadline=received + timeout_s,
+            label=ask.label,
+            want_record=ask.want_record,
+            notes=verdict.notes,
+            tokenizer_digest=reading.tokenizer_digest,
+            vocab_size=reading.vocab_size,
+            tokenizer=reading.tokenizer,
+        )
+
+    async def _read(self, ask: Ask, ready: Sequence[Member], verdict: Verdict, model: str) -> _Reading:
+        """By the contract that most pairs share, or else by another: one that fits is enough."""
+        failure: PdserveError | None = None
+        for matches in by_contract(verdict):
+            try:
+                return await self._read_by(ask, ready, matches)
+            except (InvalidRequest, Unavailable) as error:
+                failure = failure or error
+        raise failure or explain(ready, verdict, model)
+
+    async def _read_by(self, ask: Ask, ready: Sequence[Member], matches: tuple[Match, ...]) -> _Reading:
         contract = matches[0].prefills[0].record.contract
         tokenizer = await self.tokenizer(ready, contract.tokenizer_digest)
         limit = widest(matches)
@@ -66,22 +115,15 @@ class Intake:
         check_prompt_length(len(ids), limit)
         check_token_ids(ids, contract.vocab_size)
         ask.sampling.check(contract.vocab_size)
-        sampling, least = complete(ask.sampling, len(ids), limit, self._settings.default_max_tokens)
-        timeout_s = min(self._settings.request_timeout_s, ask.timeout_s or float("inf"))
-        return Request(
-            id=f"req-{secrets.token_hex(12)}",
-            model=model,
-            tenant=self._settings.tenant,
+        sampling, least = complete(ask.sampling, len(ids), limit)
+        return _Reading(
+            contract_digest=matches[0].contract_digest,
+            tokenizer_digest=contract.tokenizer_digest,
+            vocab_size=contract.vocab_size,
+            tokenizer=tokenizer,
             prompt_ids=ids,
             sampling=sampling,
             least_tokens=least,
-            contract_digest=matches[0].contract_digest,
-            received=received,
-            deadline=received + timeout_s,
-            label=ask.label,
-            want_record=ask.want_record,
-            notes=verdict.notes,
-            tokenizer=tokenizer,
         )
 
     async def tokenizer(self, members: Sequence[Member], digest: bytes) -> Tokenizer | None:
@@ -111,18 +153,16 @@ class Intake:
         return name
 
 
-def favoured(verdict: Verdict) -> tuple[Match, ...]:
-    """The matches of the contract that most pairs share: one request keeps to one model and tokenizer."""
+def by_contract(verdict: Verdict) -> Iterator[tuple[Match, ...]]:
+    """The matches of each contract, that which most pairs share first: a request keeps to one model and tokenizer."""
     votes: Counter[bytes] = Counter()
     for match in verdict.matches:
         votes[match.contract_digest] += len(match.prefills) * len(match.decodes)
-    winner = max(sorted(votes), key=lambda digest: votes[digest])
-    return tuple(match for match in verdict.matches if match.contract_digest == winner)
+    for winner in sorted(votes, key=lambda digest: (-votes[digest], digest)):
+        yield tuple(match for match in verdict.matches if match.contract_digest == winner)
 
 
-def complete(
-    sampling: SamplingParams, prompt_tokens: int, limit: Room, default_max_tokens: int
-) -> tuple[SamplingParams, int]:
+def complete(sampling: SamplingParams, prompt_tokens: int, limit: Room) -> tuple[SamplingParams, int]:
     """Options with a seed and a max_tokens, and the fewest output tokens a pair must have room for.
 
     A max_tokens that the caller named and that some pair has room for is kept whatever happens. One
@@ -134,8 +174,7 @@ def complete(
     Raises InvalidRequest for a min_tokens beyond the room.
     """
     left = limit.total - prompt_tokens
-    wanted = sampling.max_tokens or max(default_max_tokens, sampling.min_tokens)
-    max_tokens = min(wanted, left)
+    max_tokens = min(sampling.max_tokens or left, left)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
             f"{sampling.min_tokens} is not allowed",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -27,9 +27,11 @@ from pdserve.errors import (
     InvalidRequest,
     NotFound,
     PdserveError,
+    Unauthenticated,
 )
-from pdserve.rpc.events import Accepted, Finish, TokenBatch
-from router.backlog import Event
+from pdserve.rpc.events import Accepted, Finish, HandoffRecord, TokenBatch
+from router.auth import HEADER, Authenticator
+from router.backlog import Event, Moved
 from router.intake import Intake
 from router.openai_render import (
     BODY_TOO_LARGE,
@@ -47,7 +49,6 @@ from router.orchestrate import Orchestrator
 from router.pool import Pool
 from router.settings import RouterSettings
 from router.tokens import unknown_model
-from router.wire import settled
 
 log = logging.getLogger(__name__)
 
@@ -57,18 +58,26 @@ T = TypeVar("T")
 class OpenAiApi:
     """Starlette handlers over the router's parts."""
 
-    def __init__(self, intake: Intake, orchestrator: Orchestrator, pool: Pool, settings: RouterSettings) -> None:
+    def __init__(
+        self,
+        intake: Intake,
+        orchestrator: Orchestrator,
+        pool: Pool,
+        settings: RouterSettings,
+        authenticator: Authenticator,
+    ) -> None:
         self._intake = intake
         self._orchestrator = orchestrator
         self._pool = pool
         self._settings = settings
+        self._authenticator = authenticator
 
     def app(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-                Route("/v1/models", self.list_models),
-                Route("/v1/models/{name:path}", self.get_model),
+                Route("/v1/chat/completions", self._known(self.chat_completions), methods=["POST"]),
+                Route("/v1/models", self._known(self.list_models)),
+                Route("/v1/models/{name:path}", self._known(self.get_model)),
                 Route("/healthz", self.healthz),
                 Route("/readyz", self.readyz),
             ],
@@ -80,14 +89,22 @@ class OpenAiApi:
             },
         )
 
-    async def chat_completions(self, http: Request) -> Response:
-        body = parse_body(await self._read_body(http))
-        return await while_connected(http.receive, self._answer(body))
+    def _known(self, serve: Callable[[Request, str], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Asks who is there before anything else; gives the handler the caller's tenant."""
 
-    async def list_models(self, http: Request) -> Response:
+        async def handler(http: Request) -> Response:
+            return await serve(http, self._authenticator.tenant(http.headers.getlist(HEADER)))
+
+        return handler
+
+    async def chat_completions(self, http: Request, tenant: str) -> Response:
+        body = parse_body(await self._read_body(http))
+        return await while_connected(http.receive, self._answer(body, tenant))
+
+    async def list_models(self, http: Request, tenant: str) -> Response:
         return reply(200, models(self._pool.models()))
 
-    async def get_model(self, http: Request) -> Response:
+    async def get_model(self, http: Request, tenant: str) -> Response:
         name = http.path_params["name"]
         served = self._pool.models()
         if name not in served:
@@ -105,23 +122,23 @@ class OpenAiApi:
         body = {"ready": bool(ready), "models": ready, "refused": notes, "warning": self._pool.warning}
         return reply(200 if ready else 503, body)
 
-    async def _answer(self, body: ChatCompletionBody) -> Response:
+    async def _answer(self, body: ChatCompletionBody, tenant: str) -> Response:
         """A complete answer, or the beginning of a stream: a failure up to here has a status of its own."""
-        request = await self._intake.take(body.ask())
+        request = await self._intake.take(body.ask(), tenant)
         completion = Completion(request, body.wants_usage)
         events = self._orchestrator.generate(request)
         started = False
         try:
-            event = await anext(events)
-            while isinstance(event, Accepted):
-                event = await anext(events)
+            event = await _following(events, completion)
             if body.stream:
                 started = True
                 return EventStreamResponse(_chunks(completion, event, events), events, self._settings.client_stall_s)
             while isinstance(event, TokenBatch):
                 completion.take(event)
-                event = await anext(events)
-            return reply(200, completion.whole(_finish(event)))
+                event = await _following(events, completion)
+            return reply(200, completion.whole(event))
+        except PdserveError as error:
+            return _error_reply(error, completion.extension())
         finally:
             if not started:
                 await events.aclose()
@@ -146,7 +163,7 @@ class OpenAiApi:
 
 
 async def _chunks(
-    completion: Completion, event: Event, events: AsyncGenerator[Event, None]
+    completion: Completion, event: TokenBatch | Finish, events: AsyncGenerator[Event, None]
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events from the first token on."""
     try:
@@ -155,20 +172,25 @@ async def _chunks(
             chunk = completion.take(event)
             if event.text or event.logprobs:
                 yield sse(chunk)
-            event = await anext(events)
-        finish = _finish(event)
-        yield sse(completion.last(finish))
+            event = await _following(events, completion)
+        yield sse(completion.last(event))
         if completion.wants_usage:
-            yield sse(completion.usage(finish))
+            yield sse(completion.usage(event))
         yield sse("[DONE]")
     except PdserveError as error:
-        yield sse(error_body(error))
+        yield sse(completion.failed(error))
 
 
-def _finish(event: Event) -> Finish:
-    if not isinstance(event, Finish):
-        raise Internal(f"{type(event).__name__} instead of a finish", reason="UNEXPECTED_EVENT")
-    return event
+async def _following(events: AsyncGenerator[Event, None], completion: Completion) -> TokenBatch | Finish:
+    """The next piece of the answer; what comes besides is the completion's to know."""
+    while True:
+        event = await anext(events)
+        if isinstance(event, Moved):
+            completion.moved(event)
+        elif isinstance(event, HandoffRecord):
+            completion.record = event
+        elif not isinstance(event, Accepted):
+            return event
 
 
 class EventStreamResponse(Response):
@@ -203,9 +225,8 @@ class EventStreamResponse(Response):
 
     async def _send(self, send: Send, chunk: bytes, more: bool) -> None:
         try:
-            await asyncio.wait_for(
-                send({"type": "http.response.body", "body": chunk, "more_body": more}), self._stall_s
-            )
+            async with asyncio.timeout(self._stall_s):
+                await send({"type": "http.response.body", "body": chunk, "more_body": more})
         except TimeoutError as error:
             raise Cancelled(f"the client took nothing for {self._stall_s:g} s") from error
 
@@ -223,8 +244,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             return await task
         raise Cancelled("the client has gone")
     finally:
-        await settled(gone)
-        await settled(task)
+        # Both at once: meanwhile the work could come to a result that nobody would take, or close.
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(gone, task, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -236,9 +259,13 @@ def reply(status: int, body: Json, headers: dict[str, str] | None = None) -> Res
     return Response(dumps(body), status, headers, media_type="application/json")
 
 
-def _error_reply(error: PdserveError) -> Response:
-    wait_s = -(-error.retry_after_ms // 1000)
-    return reply(error_status(error), error_body(error), {"retry-after": str(wait_s)} if wait_s else None)
+def _error_reply(error: PdserveError, extension: Json | None = None) -> Response:
+    headers = {}
+    if wait_s := -(-error.retry_after_ms // 1000):
+        headers["retry-after"] = str(wait_s)
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = 'Bearer realm="pdserve"'
+    return reply(error_status(error), error_body(error) | (extension or {}), headers)
 
 
 async def _on_error(http: Request, error: Exception) -> Response:

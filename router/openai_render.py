@@ -6,13 +6,14 @@ import codecs
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pdserve.errors import NotFound, PdserveError
-from pdserve.rpc.events import Finish, PositionLogprobs, TokenBatch, TokenLogprob, Usage
+from pdserve.rpc.events import Finish, HandoffRecord, PositionLogprobs, TokenBatch, TokenLogprob, Usage
 from pdserve.rpc.status import http_status
 from pdserve.tokenizer import Tokenizer
+from router.backlog import Moved
 from router.request import Request
 
 Json = dict[str, Any]
@@ -26,18 +27,26 @@ class Completion:
 
     request: Request
     wants_usage: bool = False
+    record: HandoffRecord | None = None  # when asked for, from shortly before the end
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        self._contract_digest = self.request.contract_digest
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text: list[str] = []
+        self._tokens = 0
         self._logprobs: list[Json] = []
+
+    def moved(self, to: Moved) -> None:
+        """Another version of the model answers."""
+        self._contract_digest = to.contract_digest
 
     def take(self, batch: TokenBatch) -> Json:
         """The chunk for a batch; also kept for `whole`."""
         text = self._decoder.decode(batch.text)
         entries = [logprob_entry(position, self.request.tokenizer) for position in batch.logprobs]
         self._text.append(text)
+        self._tokens += len(batch.ids)
         self._logprobs += entries
         return self._chunk({"content": text}, entries)
 
@@ -47,7 +56,16 @@ class Completion:
     def last(self, finish: Finish) -> Json:
         # Bytes of a character that never ended become a replacement sign here, and only here.
         rest = self._decoder.decode(b"", final=True)
-        return self._chunk({"content": rest} if rest else {}, None, finish.reason)
+        return {**self._chunk({"content": rest} if rest else {}, None, finish.reason), **self.extension()}
+
+    def failed(self, error: PdserveError) -> Json:
+        """The last event of a stream that breaks off, with what had been delivered."""
+        counts = Usage(len(self.request.prompt_ids), self._tokens)
+        return {**error_body(error), "usage": usage(counts), **self.extension()}
+
+    def extension(self) -> Json:
+        """What OpenAI's clients do not know, and only comes when asked for: `pdserve_record`."""
+        return {} if self.record is None else {"pdserve_record": asdict(self.record)}
 
     def usage(self, finish: Finish) -> Json:
         """The chunk that `stream_options.include_usage` asks for."""
@@ -62,7 +80,8 @@ class Completion:
             "logprobs": {"content": self._logprobs, "refusal": None} if wanted else None,
             "finish_reason": finish.reason,
         }
-        return {**self._head("chat.completion"), "choices": [choice], "usage": usage(finish.usage)}
+        head = self._head("chat.completion")
+        return {**head, "choices": [choice], "usage": usage(finish.usage), **self.extension()}
 
     def _chunk(self, delta: Json, logprobs: list[Json] | None, finish_reason: str | None = None) -> Json:
         wanted = self.request.sampling.logprobs is not None and logprobs is not None
@@ -81,7 +100,7 @@ class Completion:
             "object": kind,
             "created": self.created,
             "model": self.request.model,
-            "system_fingerprint": f"fp_{self.request.contract_digest.hex()[:12]}",
+            "system_fingerprint": f"fp_{self._contract_digest.hex()[:12]}",
         }
 
 

@@ -96,6 +96,7 @@ class ChatCompletionBody(_Strict):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None  # accepted and ignored: a label of the caller's, never an identity
+    pdserve_record: StrictBool = False  # the handoff record, in the answer or in the last chunk of a stream
 
     @property
     def wants_usage(self) -> bool:
@@ -107,6 +108,7 @@ class ChatCompletionBody(_Strict):
             prompt=ChatPrompt(tuple(message.plain() for message in self.messages)),
             sampling=self.sampling(),
             model=self.model,
+            want_record=self.pdserve_record,
         )
 
     def sampling(self) -> SamplingParams:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pdserve.errors import InvalidRequest
 from pdserve.registry.records import PREFILL, Load
-from router.gate import Match, Member, Pair
+from router.gate import Choice, Match, Member, Pair
 
 T = TypeVar("T")
 
 
 _UNLIMITED = 2**31 - 1
+MAX_COST = 1e12  # what is told of an infinite one
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,17 @@ class Demand:
     """What a request will need, and who probably has some of it (incarnation -> tokens)."""
 
     prompt_tokens: int
-    cache_tokens: int  # what decode reserves, see `cache_tokens`
+    cache_tokens: int  # what decode takes pages for at once, see `cache_tokens`
     held: Mapping[bytes, int]
 
 
 def cache_tokens(prompt_tokens: int, max_tokens: int) -> int:
-    """Tokens a decode worker reserves pages for: a whole answer, whose last token is never cached.
+    """Tokens a decode worker takes pages for when it grants a request: what arrives, and the first growth.
 
-    A request of one token needs the logits only, hence no page.
+    A request of one token needs the logits only, hence no page. The rest of an answer gets its
+    pages one by one, so it counts only against what a worker can hold at all (`member_room`).
     """
-    return prompt_tokens + max_tokens - 1 if max_tokens > 1 else 0
+    return prompt_tokens + 1 if max_tokens > 1 else 0
 
 
 def member_room(member: Member) -> Room:
@@ -166,7 +168,9 @@ def place(matches: Sequence[Match], demand: Demand, load: Callable[[Member], Loa
     fitting = [
         Pair(chosen, d, match.conversions) for match in matches if chosen in match.prefills for d in match.decodes
     ]
-    return pick(fitting, lambda pair: decode(pair.decode), rng, lambda pair: held(pair.decode))
+    pair = pick(fitting, lambda pair: decode(pair.decode), rng, lambda pair: held(pair.decode))
+    costs = min(prefill(pair.prefill), MAX_COST), min(decode(pair.decode), MAX_COST)
+    return replace(pair, choice=Choice(len(prefills), len(fitting), *costs))
 
 
 def _missing_pages(load: Load, tokens: int, page_size: int) -> int:

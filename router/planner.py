@@ -1,17 +1,19 @@
 """Which pair a request is given next, over the pool as it is now and what the request has been through.
 
-Preferred in this order: room for all the tokens asked for, then workers that have not failed
-this request; among those, `placement` decides. Linear in the number of workers.
+Preferred in this order: for an answer that goes on, workers that compute as those it began on;
+room for all the tokens asked for; workers that have not failed this request. Among those,
+`placement` decides. Linear in the number of workers.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pdserve.errors import PdserveError, Unavailable
 from pdserve.registry.records import DECODE
-from router.gate import Match, Member, Pair, explain, narrowed, without
+from router.gate import Match, Member, Pair, arithmetic, explain, narrowed, without
 from router.placement import Demand, cache_tokens, member_room, place
 from router.pool import Pool
 from router.prefixes import PrefixRecord, chain
@@ -29,8 +31,11 @@ class Planner:
         self._rng = rng
 
     def choose(self, account: Account) -> Pair:
-        """An untried pair. Raises the last attempt's error when none is left, or why there never was one."""
-        pair = self.find(account)
+        """An untried pair, of another contract if need be and as long as no token was given.
+
+        Raises the last attempt's error when none is left, or why there never was one.
+        """
+        pair = self.find(account) or self._find_elsewhere(account)
         if pair is None:
             raise account.last_error or self._nothing_for(account.request)
         return pair
@@ -44,24 +49,44 @@ class Planner:
         if account.attempts >= self._max_attempts:
             return None
         request = account.request
+        account.verdict = self._pool.verdict(request.model)
         matches = without(self._matches(request), account.tried)
-        sizes = [request.max_tokens, request.least_tokens]
+        sizes = [account.limit, account.least_tokens]
         if decode is not None:
             only = decode.record.incarnation
             matches = narrowed(matches, lambda m: m.record.role != DECODE or m.record.incarnation == only)
             sizes = [account.max_tokens]
-        for max_tokens in dict.fromkeys(sizes):
-            roomy = with_room(matches, len(request.prompt_ids), max_tokens)
-            if roomy:
-                return self._place(roomy, account, max_tokens, decode)
+        options = [alike(matches, account.began_on), matches] if account.began_on else [matches]
+        for candidates in options:
+            for max_tokens in dict.fromkeys(sizes):
+                roomy = with_room(candidates, account.prefill_tokens, len(request.prompt_ids) + max_tokens)
+                if roomy:
+                    return self._place(roomy, account, max_tokens, decode)
+        return None
+
+    def _find_elsewhere(self, account: Account) -> Pair | None:
+        """A pair of another contract by which the prompt's ids mean the same; the request then moves to it."""
+        request = account.request
+        for match in () if account.started else self._pool.verdict(request.model).matches:
+            contract = match.prefills[0].record.contract
+            same = (contract.tokenizer_digest, contract.vocab_size) == (request.tokenizer_digest, request.vocab_size)
+            if not same or match.contract_digest == request.contract_digest:
+                continue
+            account.request = replace(request, contract_digest=match.contract_digest)
+            if pair := self.find(account):
+                account.note(
+                    f"no pair of contract {request.contract_digest.hex()[:16]} is left: "
+                    f"moved to contract {match.contract_digest.hex()[:16]}"
+                )
+                return pair
+        account.request = request
         return None
 
     def remember(self, account: Account) -> None:
         """Both workers of the account's last attempt now hold its prompt."""
         prefixes = links(account.request)
-        for member in self._pool.members():
-            if member.id in (account.prefill_worker, account.decode_worker):
-                self._prefixes.record(prefixes, member.record.incarnation)
+        for member in (account.trials[-1].pair.prefill, account.trials[-1].pair.decode):
+            self._prefixes.record(prefixes, member.record.incarnation)
 
     def _matches(self, request: Request) -> Iterable[Match]:
         matches = self._pool.verdict(request.model).matches
@@ -74,9 +99,9 @@ class Planner:
             return admitted or incarnation not in account.blamed
 
         request = account.request
-        prompt_tokens = len(request.prompt_ids)
+        prompt_tokens = account.prefill_tokens
         held = self._prefixes.held_tokens(links(request))
-        demand = Demand(prompt_tokens, cache_tokens(prompt_tokens, max_tokens), held)
+        demand = Demand(prompt_tokens, cache_tokens(prompt_tokens, max_tokens - account.output_tokens), held)
         return place(narrowed(matches, unblamed) or matches, demand, self._pool.load, self._rng)
 
     def _nothing_for(self, request: Request) -> PdserveError:
@@ -92,10 +117,15 @@ class Planner:
         )
 
 
-def with_room(matches: Iterable[Match], prompt_tokens: int, max_tokens: int) -> tuple[Match, ...]:
-    """The members that can take such a request."""
-    total = prompt_tokens + max_tokens
-    return narrowed(matches, lambda member: member_room(member).takes(prompt_tokens, total))
+def alike(matches: tuple[Match, ...], pair: Pair) -> tuple[Match, ...]:
+    """The members that compute in the same way as this pair."""
+    ways = {member.record.role: arithmetic(member) for member in (pair.prefill, pair.decode)}
+    return narrowed(matches, lambda member: arithmetic(member) == ways[member.record.role])
+
+
+def with_room(matches: Iterable[Match], prefill_tokens: int, total: int) -> tuple[Match, ...]:
+    """The members that can take a request with so many tokens to prefill, and so many in the end."""
+    return narrowed(matches, lambda member: member_room(member).takes(prefill_tokens, total))
 
 
 def links(request: Request) -> tuple[bytes, ...]:

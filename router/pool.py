@@ -143,6 +143,11 @@ class Pool:
             self._verdicts[model] = self.gate.judge(self.ready(model))
         return self._verdicts[model]
 
+    @property
+    def can_serve(self) -> bool:
+        """Whether any model has a pair of ready workers that fits."""
+        return any(self.verdict(name).matches for name in self.models())
+
     def suspect(self, member: Member) -> None:
         """Takes a worker out until it is heard of again: a call to it failed at the transport."""
         log.warning("worker %s at %s does not answer, out of rotation", member.id, member.address)
@@ -172,6 +177,12 @@ class Pool:
         jobs = self._jobs.get(member.record.incarnation, ())
         return corrected(member.record.load, jobs, self._renewed_at(member.record.incarnation), member.record.role)
 
+    def steps(self, member: Member) -> int | None:
+        """Engine steps since boot, as the worker last reported them; None for one that is gone."""
+        now = self._members.get(member.id)
+        same = now is not None and now.record.incarnation == member.record.incarnation
+        return now.record.load.steps if now is not None and same else None
+
     async def _refresh_forever(self) -> None:
         while not await self._stopped_within(self._refresh_s):
             try:
@@ -186,7 +197,8 @@ class Pool:
 
     async def _stopped_within(self, seconds: float) -> bool:
         try:
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
         except TimeoutError:
             return False
         return True

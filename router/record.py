@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 
 from pdserve.errors import FieldDifference, PdserveError
-from pdserve.rpc.events import Finish, HandoffRecord, TokenBatch
-from router.gate import Member, Pair
+from pdserve.rpc.events import AttemptRecord, Finish, GroupPair, HandoffRecord, TokenBatch
+from router.gate import Member, Pair, Verdict, arithmetic
 from router.placement import room
 from router.request import Request
 from router.wire import PrefillReport
@@ -17,7 +18,56 @@ from router.wire import PrefillReport
 log = logging.getLogger(__name__)
 
 _MAX_NOTES = 32
+_MAX_GROUPS = 32
+_MAX_HISTORY = 64
+_IDS_OF_A_GROUP = 8
 _MIXED_MODES = "prefill and decode differ in deterministic mode; results may differ in the last bits"
+
+
+@dataclass
+class Trial:
+    """One handoff that was begun. Mutable, part of an account; times are monotonic seconds, 0: not yet."""
+
+    pair: Pair
+    first_index: int  # output tokens there were before it
+    begun: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    ended_at: float = 0.0
+    output_tokens: int = 0
+    outcome: str = ""
+    failed_worker: str = ""
+    report: PrefillReport | None = None
+
+    def record(self, received: float) -> AttemptRecord:
+        r, choice = self.report or _NO_REPORT, self.pair.choice
+        return AttemptRecord(
+            prefill_worker=self.pair.prefill.id,
+            decode_worker=self.pair.decode.id,
+            prefill_candidates=choice.prefill_candidates,
+            decode_candidates=choice.decode_candidates,
+            prefill_cost=choice.prefill_cost,
+            decode_cost=choice.decode_cost,
+            outcome=self.outcome,
+            failed_worker=self.failed_worker,
+            first_index=self.first_index,
+            output_tokens=self.output_tokens,
+            begun_ms=_ms(received, self.begun),
+            admitted_ms=_ms(self.begun, self.admitted_at),
+            first_token_ms=_ms(self.begun, self.first_token_at),
+            total_ms=_ms(self.begun, self.ended_at),
+            computed_tokens=r.computed_tokens,
+            sent_tokens=r.sent_tokens,
+            bytes_sent=r.bytes_sent,
+            frames_sent=r.frames_sent,
+            queued_ms=r.queued_ms,
+            prefill_ms=r.prefill_ms,
+            push_ms=r.push_ms,
+            transfer_ms=r.transfer_ms,
+        )
+
+
+_NO_REPORT = PrefillReport(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass
@@ -25,6 +75,9 @@ class Account:
     """Mutable; owned by the request's orchestration task."""
 
     request: Request
+    taken: float = field(default_factory=time.monotonic)  # checked and tokenized
+    verdict: Verdict | None = None  # the gate's, when the last pair was looked for
+    trials: list[Trial] = field(default_factory=list)
     attempts: int = 0
     tried: set[tuple[bytes, bytes]] = field(default_factory=set)  # Pair.key
     blamed: set[bytes] = field(default_factory=set)  # incarnations that failed this request
@@ -32,39 +85,68 @@ class Account:
     last_error: PdserveError | None = None
     accepted: bool = False  # the client knows its request was taken
     max_tokens: int = 0  # of the last decode stream
-    output_tokens: int = 0
-    report: PrefillReport | None = None
-    conversions: tuple[FieldDifference, ...] = ()
-    prefill_worker: str = ""
-    decode_worker: str = ""
+    promised: int = 0  # max_tokens of the last decode stream that gave tokens
+    output_ids: list[int] = field(default_factory=list)  # the client has (or is about to have) them
+    cached_tokens: int = 0  # prompt tokens that prefill had, before the first token
+    admitted_at: float = 0.0
+    began_on: Pair | None = None  # the pair that gave the first token
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    ended_at: float = 0.0
+    outcome: str = "INTERNAL"  # until it is known
 
     @property
     def started(self) -> bool:
-        """The client has (or is about to have) tokens: no other worker can take over yet."""
-        return self.output_tokens > 0
+        """Another attempt has to go on after the tokens there are."""
+        return bool(self.output_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.output_ids)
+
+    @property
+    def limit(self) -> int:
+        """Output tokens wanted. Once there are some it never grows: text held back was let go at the old end."""
+        return self.promised or self.request.max_tokens
+
+    @property
+    def least_tokens(self) -> int:
+        """The smallest limit that a pair may cut the output to."""
+        return min(self.limit, max(self.request.least_tokens, self.output_tokens + 1))
+
+    @property
+    def prefill_tokens(self) -> int:
+        """What the next attempt has to prefill, if any token is left to sample."""
+        return len(self.request.prompt_ids) + min(self.output_tokens, self.limit - 1)
 
     def attempt(self, pair: Pair) -> None:
         self.attempts += 1
         self.tried.add(pair.key)
-        self.prefill_worker, self.decode_worker = pair.prefill.id, pair.decode.id
-        self.conversions = pair.conversions
+        self.trials.append(Trial(pair, self.output_tokens))
         prefill, decode = (m.record.contract.info.get("deterministic", "false") for m in (pair.prefill, pair.decode))
         if prefill != decode and _MIXED_MODES not in self.notes:
             self.note(_MIXED_MODES)
+        if self.began_on is not None and ways(self.began_on) != ways(pair):
+            self.note("the answer goes on in another precision or mode: the rest of it may be another one")
 
     def fitted(self, pair: Pair) -> Request:
-        """The request with the output limit that this pair has room for."""
+        """The request as this pair gets it: with the output so far, and the output limit it has room for."""
         left = room(pair).total - len(self.request.prompt_ids)
-        self.max_tokens = min(self.request.max_tokens, left)
+        self.max_tokens = min(self.limit, left)
+        request = replace(self.request, output_ids=tuple(self.output_ids))
         if self.max_tokens == self.request.max_tokens:
-            return self.request
+            return request
         cut = f"max_tokens cut from {self.request.max_tokens} to {self.max_tokens}"
         self.note(f"{cut}, the room of {pair.prefill.id} and {pair.decode.id}")
-        return replace(self.request, sampling=replace(self.request.sampling, max_tokens=self.max_tokens))
+        return replace(request, sampling=replace(request.sampling, max_tokens=self.max_tokens))
+
+    def admitted(self) -> None:
+        """Decode has a ticket for the last attempt."""
+        self.trials[-1].admitted_at = time.monotonic()
+        self.admitted_at = self.admitted_at or self.trials[-1].admitted_at
 
     def failed(self, member: Member, error: PdserveError) -> None:
+        self._end_trial(error.reason, member.id)
         self.last_error = error
         self.blamed.add(member.record.incarnation)
         self.note(f"attempt {self.attempts} failed at {member.record.role} worker {member.id}: {error.reason}: {error}")
@@ -75,25 +157,48 @@ class Account:
             self.notes.append(text)
 
     def tokens(self, batch: TokenBatch) -> None:
-        self.last_token_at = time.monotonic()
-        if not self.started:
-            self.first_token_at = self.last_token_at
-        self.output_tokens += len(batch.ids)
+        trial, self.last_token_at = self.trials[-1], time.monotonic()
+        self.first_token_at = self.first_token_at or self.last_token_at
+        if not trial.output_tokens:
+            # What failed before these tokens may do for those that follow.
+            self.tried = {trial.pair.key}
+            self.began_on = self.began_on or trial.pair
+            trial.first_token_at, trial.outcome, trial.failed_worker = self.last_token_at, "", ""
+        trial.output_tokens += len(batch.ids)
+        self.output_ids += batch.ids
+        self.promised = self.max_tokens
+
+    def reported(self, report: PrefillReport) -> None:
+        """Takes the prefill worker's figures. Only those for the first token tell what the prompt itself cost."""
+        trial = self.trials[-1]
+        trial.report = report
+        if not trial.first_index:
+            self.cached_tokens = max(0, len(self.request.prompt_ids) - report.computed_tokens)
+
+    def end(self, outcome: str) -> None:
+        """`outcome` is a finish reason or an error's reason. The last word counts."""
+        self.outcome, self.ended_at = outcome, time.monotonic()
+        if self.trials and not self.trials[-1].outcome:
+            self._end_trial(outcome)
+
+    def _end_trial(self, outcome: str, failed_worker: str = "") -> None:
+        trial = self.trials[-1]
+        trial.outcome, trial.failed_worker, trial.ended_at = outcome, failed_worker, time.monotonic()
 
     def finish(self, finish: Finish) -> Finish:
         """The finish with the prefill worker's cache hits, which decode cannot know."""
-        if self.report is None:
-            return finish
-        cached = max(0, len(self.request.prompt_ids) - self.report.computed_tokens)
-        return replace(finish, usage=replace(finish.usage, cached_prompt_tokens=cached))
+        return replace(finish, usage=replace(finish.usage, cached_prompt_tokens=self.cached_tokens))
 
     def record(self) -> HandoffRecord:
-        r = self.report or PrefillReport(0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+        last = self.trials[-1] if self.trials else None
+        r = (last and last.report) or _NO_REPORT
         decode_s = self.last_token_at - self.first_token_at
+        received = self.request.received
+        matches, rejections = (self.verdict.matches, self.verdict.rejections) if self.verdict else ((), ())
         return HandoffRecord(
             request_id=self.request.id,
-            prefill_worker=self.prefill_worker,
-            decode_worker=self.decode_worker,
+            prefill_worker=last.pair.prefill.id if last else "",
+            decode_worker=last.pair.decode.id if last else "",
             attempts=self.attempts,
             prompt_tokens=len(self.request.prompt_ids),
             computed_tokens=r.computed_tokens,
@@ -103,13 +208,50 @@ class Account:
             queued_ms=r.queued_ms,
             prefill_ms=r.prefill_ms,
             transfer_ms=r.transfer_ms,
-            first_token_ms=(self.first_token_at - self.request.received) * 1000 if self.started else 0.0,
+            first_token_ms=_ms(received, self.first_token_at),
             decode_tokens_per_s=(self.output_tokens - 1) / decode_s if decode_s > 0 else 0.0,
-            conversions=self.conversions,
+            conversions=last.pair.conversions if last else (),
             notes=(*self.request.notes, *self.notes),
+            output_tokens=self.output_tokens,
+            outcome=self.outcome,
+            intake_ms=_ms(received, self.taken),
+            admitted_ms=_ms(received, self.admitted_at),
+            push_ms=r.push_ms,
+            decode_ms=_ms(self.first_token_at, self.last_token_at),
+            total_ms=_ms(received, self.ended_at),
+            candidates=tuple(
+                group_pair(_ids(match.prefills), _ids(match.decodes), match.conversions)
+                for match in matches[:_MAX_GROUPS]
+            ),
+            rejected=tuple(
+                group_pair(rejection.prefill_ids, rejection.decode_ids, rejection.differences)
+                for rejection in rejections[:_MAX_GROUPS]
+            ),
+            history=tuple(trial.record(received) for trial in self.trials[:_MAX_HISTORY]),
         )
 
-    def log(self, outcome: str) -> None:
-        """One structured line per request; `outcome` is a finish reason or an error's reason."""
-        line = {"outcome": outcome, "label": self.request.label, "output_tokens": self.output_tokens}
-        log.info("request %s", json.dumps(line | asdict(self.record())))
+    def log(self) -> None:
+        """One structured line per request."""
+        log.info("request %s", json.dumps({"label": self.request.label} | asdict(self.record())))
+
+
+def ways(pair: Pair) -> tuple[object, ...]:
+    """In which arithmetic a pair works."""
+    return arithmetic(pair.prefill), arithmetic(pair.decode)
+
+
+def group_pair(
+    prefill_ids: tuple[str, ...], decode_ids: tuple[str, ...], differences: tuple[FieldDifference, ...]
+) -> GroupPair:
+    return GroupPair(
+        prefill_ids[:_IDS_OF_A_GROUP], decode_ids[:_IDS_OF_A_GROUP], len(prefill_ids), len(decode_ids), differences
+    )
+
+
+def _ids(members: Iterable[Member]) -> tuple[str, ...]:
+    return tuple(member.id for member in members)
+
+
+def _ms(start: float, end: float) -> float:
+    """Between two times; 0 while the second has not come."""
+    return 1000 * (end - start) if end else 0.0

@@ -62,13 +62,21 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     least_tokens: int  # output tokens a pair must have room for; less than max_tokens where that may be cut
-    contract_digest: bytes  # the must-equal contract whose tokenizer and vocabulary were used
+    contract_digest: bytes  # the must-equal contract that serves it
     received: float  # monotonic seconds
     deadline: float  # monotonic seconds
     label: str = ""
     want_record: bool = False
     notes: tuple[str, ...] = ()  # what the gate refused
+    tokenizer_digest: bytes = b""  # what the prompt's ids mean; empty: the model has no tokenizer
+    vocab_size: int = 0  # that they were checked against; 0: unknown
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+    output_ids: tuple[int, ...] = ()  # had from earlier attempts: a new one goes on after them
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What an attempt prefills: the prompt, then the output so far."""
+        return self.prompt_ids + self.output_ids
 
     @property
     def max_tokens(self) -> int:

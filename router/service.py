@@ -20,12 +20,14 @@ from pdserve.rpc.convert import (
     record_to_proto,
     sampling_from_proto,
     tokens_to_proto,
+    usage_to_proto,
 )
-from pdserve.rpc.events import Accepted, HandoffRecord, TokenBatch
+from pdserve.rpc.events import Accepted, Finish, HandoffRecord, TokenBatch, Usage
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import difference_to_proto, to_detail
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
-from router.backlog import Event
+from router.auth import Authenticator, credentials
+from router.backlog import Moved
 from router.gate import Member
 from router.intake import Intake
 from router.orchestrate import Orchestrator
@@ -37,24 +39,35 @@ from router.tokens import check_message_count
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+GATEWAY = "pdserve.v1.Gateway"  # the service's full name
 MAX_LABEL = 256  # characters
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
+    """Serve it behind a `router.auth.Doorkeeper`, which refuses whoever has no good key."""
+
     def __init__(
-        self, intake: Intake, orchestrator: Orchestrator, pool: Pool, settings: RouterSettings, registry_name: str
+        self,
+        intake: Intake,
+        orchestrator: Orchestrator,
+        pool: Pool,
+        settings: RouterSettings,
+        registry_name: str,
+        authenticator: Authenticator,
     ) -> None:
         self._intake = intake
         self._orchestrator = orchestrator
         self._pool = pool
         self._settings = settings
         self._registry_name = registry_name
+        self._authenticator = authenticator
 
     # A coroutine that writes, not a generator: so the time a client takes for a message is ours to bound.
     async def Generate(self, message: gateway_pb2.GenerateRequest, context: Context) -> None:
         """Before the first token a failure is the status alone; afterwards an error event comes first."""
-        request = await self._intake.take(ask_from_proto(message, context.time_remaining()))
-        streaming = False
+        tenant = self._authenticator.tenant(credentials(context.invocation_metadata()))
+        request = await self._intake.take(ask_from_proto(message, context.time_remaining()), tenant)
+        streaming, delivered = False, 0
         async with aclosing(self._orchestrator.generate(request)) as events:
             while True:
                 try:
@@ -63,10 +76,14 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
                     return
                 except PdserveError as error:
                     if streaming:
-                        await self._write(context, gateway_pb2.GenerateEvent(error=to_detail(error)))
+                        usage = usage_to_proto(Usage(len(request.prompt_ids), delivered))
+                        await self._write(context, gateway_pb2.GenerateEvent(error=to_detail(error), usage=usage))
                     raise
+                if isinstance(event, Moved):
+                    continue
                 await self._write(context, event_to_proto(event))
-                streaming = streaming or isinstance(event, TokenBatch)
+                if isinstance(event, TokenBatch):
+                    streaming, delivered = True, delivered + len(event.ids)
 
     async def ListModels(
         self, message: gateway_pb2.ListModelsRequest, context: Context
@@ -114,7 +131,8 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
 
     async def _write(self, context: Context, event: gateway_pb2.GenerateEvent) -> None:
         try:
-            await asyncio.wait_for(context.write(event), self._settings.client_stall_s)
+            async with asyncio.timeout(self._settings.client_stall_s):
+                await context.write(event)
         except TimeoutError as error:
             raise Cancelled(f"the client took nothing for {self._settings.client_stall_s:g} s") from error
 
@@ -163,7 +181,7 @@ def prompt_from_proto(message: gateway_pb2.GenerateRequest) -> Prompt:
     )
 
 
-def event_to_proto(event: Event) -> gateway_pb2.GenerateEvent:
+def event_to_proto(event: Accepted | TokenBatch | HandoffRecord | Finish) -> gateway_pb2.GenerateEvent:
     if isinstance(event, TokenBatch):
         return gateway_pb2.GenerateEvent(tokens=tokens_to_proto(event))
     if isinstance(event, Accepted):
@@ -182,7 +200,7 @@ def pairs_to_proto(pool: Pool, members: tuple[Member, ...]) -> list[gateway_pb2.
             pair = gateway_pb2.Pair(
                 prefill_worker=prefill.id,
                 decode_worker=decode.id,
-                fits=pool.gate.fits(differences),
+                fits=pool.gate.fits(prefill, decode),
                 differences=[difference_to_proto(d) for d in differences],
             )
             pairs.append(pair)

@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from pdserve.errors import ConfigError
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings
+from router.tenants import Tenant, check_tenants
 
 _SECONDS = (
     "request_timeout_s",
     "admit_timeout_s",
     "first_token_timeout_s",
+    "inter_token_timeout_s",
     "refresh_s",
     "client_stall_s",
     "settle_s",
     "http_header_s",
 )
 _COUNTS = (
-    "default_max_tokens",
     "max_active",
     "max_attempts",
     "backlog_tokens",
@@ -47,10 +48,14 @@ class RouterSettings:
     """Port of the OpenAI HTTP API; 0: any free one."""
 
     tenant: str = "default"
-    """Tenant of every caller while there is no authentication. Never taken from a request."""
+    """Tenant of every caller when `tenants` is empty. Never taken from a request."""
+
+    tenants: tuple[Tenant, ...] = ()
+    """Who may call, by API key, such as [{name = "acme", keys_env = "ACME_KEYS"}]. The keys come from a variable
+    (keys_env), from a file (keys_file) or from here (keys = ["..."]). Empty: anyone may, without a key."""
 
     allow_lossy: bool = False
-    """Does not refuse pairs that differ in KV, weight and activation precision. Workers still do."""
+    """Does not refuse pairs that differ in KV, weight and activation precision, if both workers consent, too."""
 
     request_timeout_s: float = 600.0
     """Longest life of one request, all attempts and the whole answer included."""
@@ -62,15 +67,16 @@ class RouterSettings:
     """An attempt that has a decode worker's ticket and no token by then is given up; its request moves
     to another pair of workers. Queues, prefill and transfer count: allow for the longest prompt."""
 
-    default_max_tokens: int = 1024
-    """Output tokens of a request that names no limit, as far as context and page pool leave room.
-    Decode reserves the pages of a whole answer, so without this two such requests would own the pool."""
+    inter_token_timeout_s: float = 30.0
+    """A decode worker that streams, then says nothing for so long, is given up, and its request goes on
+    at another pair. One whose engine has stepped in the second half of that time is only busy with
+    others, and is waited for. Allow for its slowest step."""
 
     max_active: int = 256
     """Requests in flight at a time; one more is refused with RESOURCE_EXHAUSTED."""
 
     max_attempts: int = 16
-    """Pairs tried for one request before its first token."""
+    """Handoffs begun for one request: the first, others in its place, and resumptions in mid-stream."""
 
     backlog_tokens: int = 1024
     """Unread tokens kept for a slow client before its decode worker is made to wait."""
@@ -130,6 +136,7 @@ class RouterSettings:
             raise _wrong("grace_s", self.grace_s, "0 seconds or more")
         if not self.tenant:
             raise _wrong("tenant", self.tenant, "a name")
+        check_tenants(self.tenants)
 
 
 def _wrong(name: str, value: object, expected: str) -> ConfigError:

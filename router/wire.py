@@ -66,6 +66,7 @@ class PrefillReport:
     queued_ms: float
     prefill_ms: float
     transfer_ms: float
+    push_ms: float
 
 
 DecodeEvent = Admitted | Ticket | TokenBatch | Finish
@@ -75,7 +76,8 @@ class DecodeCall:
     """One Decode/Generate stream. An async context manager: entering connects, leaving cancels the call.
 
     Order: open, next -> Admitted, then next until Finish; `retry` may come between Admitted
-    and the first tokens, and is answered by a Ticket. Errors are typed and raised by `next`.
+    and the first tokens, and is answered by a Ticket. A request whose output so far ends it
+    already is answered by its Finish alone. Errors are typed and raised by `next`.
     """
 
     def __init__(self, channels: WorkerChannels, address: str, timeout_s: float) -> None:
@@ -107,6 +109,8 @@ class DecodeCall:
             model=request.model,
             tenant=request.tenant,
             prompt_ids=request.prompt_ids,
+            output_ids=request.output_ids,
+            forwarded_tokens=len(request.output_ids),
             sampling=sampling_to_proto(request.sampling),
             prefill_contract=contract_to_proto(prefill_contract),
         )
@@ -177,6 +181,7 @@ async def run_prefill(
         model=request.model,
         tenant=request.tenant,
         prompt_ids=request.prompt_ids,
+        output_ids=request.output_ids,
         ticket=ticket_to_proto(ticket),
         identity=identity_to_proto(admitted.identity),
         logits_only=admitted.logits_only,
@@ -197,6 +202,7 @@ async def run_prefill(
         queued_ms=r.queued_ms,
         prefill_ms=r.prefill_ms,
         transfer_ms=r.transfer_ms,
+        push_ms=r.push_ms,
     )
 
 

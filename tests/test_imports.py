@@ -22,11 +22,12 @@ WORKER = (
     "pdserve.config",
     "cache_transfer",
 )
-SETTINGS = ("prefill_worker.settings", "decode_worker.settings", "router.settings", "pdserve.registry.settings")
+SETTINGS = ("prefill_worker.settings", "decode_worker.settings", "router.settings", "router.tenants", "pdserve.registry.settings")
 
 # package or module -> what it may import besides itself and ANYONE; the longest name decides.
 ARROWS: dict[str, tuple[str, ...]] = {
     "pdserve.cli": EVERYTHING,
+    "pdserve.verify": EVERYTHING,
     "pdserve.ray_app": EVERYTHING,
     "pdserve.local": EVERYTHING,
     "pdserve.worker_main": ("pdserve.engine", "pdserve.tokenizer", "pdserve.registry", "pdserve.rpc"),
@@ -49,6 +50,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "pdserve.rpc": ("pdserve.v1",),
     "pdserve.registry": ("cache_transfer.contract", "cache_transfer.wire", "pdserve.rpc", "pdserve.v1"),
     "pdserve.client": ("pdserve.rpc", "pdserve.v1"),
+    "pdserve.conformance": ("cache_transfer", "pdserve.rpc", "pdserve.v1"),
     "pdserve.config": (*SETTINGS, "pdserve.engine.plan", "pdserve.rpc.settings"),
     "pdserve.v1": (),
     "pdserve": (),
@@ -60,6 +62,7 @@ NEVER = {
     "pdserve.rpc": ("torch",),
     "pdserve.registry": ("torch",),
     "pdserve.client": ("torch",),
+    "pdserve.conformance": ("torch",),
 }
 # protobuf stays at the edges.
 PROTOBUF_ALLOWED = (
@@ -67,7 +70,9 @@ PROTOBUF_ALLOWED = (
     "pdserve.rpc",
     "pdserve.registry",
     "pdserve.client",
+    "pdserve.conformance",
     "pdserve.cli",
+    "pdserve.verify.remote",
     "cache_transfer.wire",
     "cache_transfer.transport",
     "cache_transfer.push",

@@ -6,6 +6,9 @@ import codecs
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from pdserve.cli.console import progress
 from pdserve.cli.state import read_running
@@ -15,6 +18,16 @@ from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.tokenizer import Tokenizer, load_bundle
+
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        envvar="PDSERVE_API_KEY",
+        show_envvar=True,
+        show_default=False,
+        help="Key for a gateway that has tenants. The variable keeps it out of the list of processes.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ def gateway_address(given: str) -> str:
     return running.gateway
 
 
-def ask_gateway(ask: Ask, gateway: str) -> Iterator[Event]:
+def ask_gateway(ask: Ask, gateway: str, api_key: str = "") -> Iterator[Event]:
     options = GenerateOptions(
         model=ask.model, sampling=ask.sampling, timeout_s=ask.timeout_s, want_record=ask.want_record
     )
@@ -52,7 +65,7 @@ def ask_gateway(ask: Ask, gateway: str) -> Iterator[Event]:
         options["messages"] = ask.messages
     if ask.token_ids is not None:
         options["token_ids"] = ask.token_ids
-    with Client(gateway_address(gateway)) as client:
+    with Client(gateway_address(gateway), api_key=api_key) as client:
         yield from client.generate(ask.text, **options)
 
 
@@ -61,6 +74,7 @@ def ask_local(ask: Ask, config_path: Path | None) -> Iterator[Event]:
     # torch takes seconds to import; the other commands do not need it.
     import torch
 
+    from pdserve.engine.checkpoint_files import CheckpointFiles
     from pdserve.engine.engine import Engine
     from pdserve.engine.load import load_model, model_path
     from pdserve.local import LocalRunner
@@ -73,7 +87,8 @@ def ask_local(ask: Ask, config_path: Path | None) -> Iterator[Event]:
     path = model_path(ask.model or config.model.path)
     with progress(f"loading {path.name}"):
         bundle = load_bundle(path)
-        engine = Engine(load_model(path, settings.engine.dtype, settings.engine.device), settings.engine)
+        files = CheckpointFiles(settings.engine.keep_digests)
+        engine = Engine(load_model(path, settings.engine.dtype, settings.engine.device, files), settings.engine)
     runner = LocalRunner(engine, bundle, chunk_tokens=config.prefill.chunk_tokens)
     yield from _as_text(runner.generate(_local_ids(ask, runner.tokenizer), ask.sampling))
 

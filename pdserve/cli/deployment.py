@@ -21,9 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from pdserve.cli.resources import check_all, check_own, check_replicas
 from pdserve.client import Client
-from pdserve.config import Config
+from pdserve.config import Config, operator_key
 from pdserve.errors import ConfigError, PdserveError, Unavailable
+from router.settings import RouterSettings
 
 Say = Callable[[str], None]
 
@@ -70,11 +72,14 @@ class Deployment:
 
     def start(self) -> None:
         """Returns once every worker is ready. Raises ConfigError or Unavailable with the reason."""
+        pools = self._config.pools
+        if not pools.ray_address:
+            check_own(pools, os.cpu_count() or 1)
         self._say("starting the router")
         self._start_router()
         self._say("starting Ray")
         self._start_ray()
-        pools = self._config.pools
+        self._check_cluster()
         self._say(f"starting {pools.prefill} prefill and {pools.decode} decode workers")
         self._start_pools()
         self._wait_ready(pools.prefill, pools.decode)
@@ -147,7 +152,6 @@ class Deployment:
 
         # The controller needs a CPU of its own to be placed; the figure is logical.
         cpus = int(pools.prefill * pools.prefill_cpus + pools.decode * pools.decode_cpus + 1)
-        gpus = pools.prefill * pools.prefill_gpus + pools.decode * pools.decode_gpus
         try:
             if pools.ray_address:
                 ray.init(address=pools.ray_address, logging_level=logging.ERROR, log_to_driver=False)
@@ -155,7 +159,6 @@ class Deployment:
                 self._ray_is_ours = True
                 ray.init(
                     num_cpus=max(cpus, os.cpu_count() or 1),
-                    num_gpus=int(gpus) or None,
                     include_dashboard=False,
                     logging_level=logging.ERROR,
                     log_to_driver=False,
@@ -165,6 +168,19 @@ class Deployment:
             raise Unavailable(f"Ray did not start: {first}", reason="RAY", field="pools.ray_address") from error
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
+
+    def _check_cluster(self) -> None:
+        """A cluster of our own never grows; one we have joined may, so there it is only said."""
+        import ray
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if self._ray_is_ours:
+            check_all(self._config.pools, nodes)
+            return
+        try:
+            check_replicas(self._config.pools, nodes)
+        except ConfigError as error:
+            self._say(f"waiting for the cluster to grow: {error}")
 
     def _start_pools(self) -> None:
         from ray import serve
@@ -178,6 +194,7 @@ class Deployment:
             self._config,
             prefill=replace(self._config.prefill, registry=registry),
             decode=replace(self._config.decode, registry=registry),
+            router=RouterSettings(),  # none of a worker's business, the tenants least of all
         )
         targets = []
         for pool in pools(config):
@@ -193,7 +210,7 @@ class Deployment:
         """Until the router sees every worker: ready in Ray's eyes is not yet ready for a request."""
         deadline = time.monotonic() + self._config.pools.ready_timeout_s
         pause = threading.Event()
-        with Client(self.gateway) as client:
+        with Client(self.gateway, api_key=operator_key(self._config_path)) as client:
             while True:
                 ready = [worker.role for worker in client.status().workers if worker.state == "ready"]
                 if ready.count("prefill") >= prefill and ready.count("decode") >= decode:

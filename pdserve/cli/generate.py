@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pdserve.cli.ask import Ask, ask_gateway, ask_local
+from pdserve.cli.ask import ApiKey, Ask, ask_gateway, ask_local
 from pdserve.cli.console import err, show_logprobs, show_record, write
 from pdserve.client import Event, Finish, HandoffRecord, Tokens
 from pdserve.errors import InvalidRequest, PdserveError
@@ -53,6 +53,7 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object per event instead of text.")] = False,
     local: Annotated[bool, Option("--local", help="Run in this process: no server, no handoff.")] = False,
     gateway: Annotated[str, Option(help="host:port of a gateway; empty: the running `pdserve up`.")] = "",
+    api_key: ApiKey = "",
     config: Annotated[Path | None, Option(help="TOML file; with --local it says which model and how.")] = None,
     timeout_s: Annotated[float, Option(help="Seconds until the request is given up.")] = 600.0,
 ) -> None:
@@ -89,7 +90,7 @@ def generate(
         timeout_s=timeout_s,
         **_parse_prompt(prompt, chat, system, messages, token_ids),
     )
-    events = ask_local(ask, config) if local else ask_gateway(ask, gateway)
+    events = ask_local(ask, config) if local else ask_gateway(ask, gateway, api_key)
     show_events(events, as_json=as_json)
 
 

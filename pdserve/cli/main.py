@@ -7,12 +7,15 @@ import sys
 import typer
 
 from pdserve import __version__
+from pdserve.cli.conformance import conformance
 from pdserve.cli.console import fail
 from pdserve.cli.demo import demo
 from pdserve.cli.generate import generate
+from pdserve.cli.ledger import ledger_command
 from pdserve.cli.pools import down, up
 from pdserve.cli.status import status
 from pdserve.cli.template import config
+from pdserve.cli.verify import verify
 from pdserve.errors import ConfigError, PdserveError
 
 HELP = """Disaggregated prefill/decode serving for language models.
@@ -41,6 +44,9 @@ app.command()(status)
 app.command()(down)
 app.command()(demo)
 app.command()(config)
+app.command()(verify)
+app.command()(conformance)
+app.command("ledger")(ledger_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,19 +11,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.cli.ask import gateway_address
+from pdserve.cli.ask import ApiKey, gateway_address
 from pdserve.cli.console import err
 from pdserve.client import Client, Pair, Worker
+from pdserve.errors import FieldDifference
 
 out = Console(highlight=False)
+
+INFORMATIONAL = "informational"  # differences that change no handoff
 
 
 def status(
     gateway: Annotated[str, typer.Option(help="host:port of a gateway; empty: the running `pdserve up`.")] = "",
+    api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show pools, contracts and load, and which prefill and decode workers fit."""
-    with Client(gateway_address(gateway)) as client:
+    with Client(gateway_address(gateway), api_key=api_key) as client:
         found = client.status()
     if as_json:
         print(json.dumps(asdict(found), default=_plain))
@@ -32,7 +36,10 @@ def status(
         err.print(f"warning: {found.registry_warning}", style="yellow", markup=False)
     out.print(f"models {', '.join(sorted({w.model for w in found.workers})) or 'none'}")
     out.print(_workers(found.workers))
-    out.print(_pairs(found.pairs))
+    out.print("pairs: prefill workers down, decode workers across")
+    out.print(matrix(found.pairs))
+    for line in reasons(found.pairs):
+        out.print(line, markup=False, soft_wrap=True)
     out.print(f"registry {found.registry}, {found.active_requests} active requests, pdserve {found.version}")
 
 
@@ -57,14 +64,48 @@ def _workers(workers: Iterable[Worker]) -> Table:
     return table
 
 
-def _pairs(pairs: Iterable[Pair]) -> Table:
-    table = Table(title="prefill -> decode", title_justify="left", box=None, pad_edge=False)
-    for column in ("prefill", "decode", "fits", "differences"):
-        table.add_column(column)
+def matrix(pairs: Sequence[Pair]) -> Table:
+    """A row per prefill worker, a column per decode worker: yes, converts, lossy, or NO."""
+    table = Table(box=None, pad_edge=False)
+    decodes = sorted({pair.decode_worker for pair in pairs})
+    table.add_column("")
+    for decode in decodes:
+        table.add_column(decode, overflow="fold")
+    by_prefill: dict[str, dict[str, str]] = {}
     for pair in pairs:
-        reasons = "\n".join(f"{d} ({d.kind})" for d in pair.differences if d.kind != "informational") or "-"
-        table.add_row(pair.prefill_worker, pair.decode_worker, "yes" if pair.fits else "NO", reasons)
+        by_prefill.setdefault(pair.prefill_worker, {})[pair.decode_worker] = _verdict(pair)
+    for prefill, row in sorted(by_prefill.items()):
+        table.add_row(prefill, *(row.get(decode, "-") for decode in decodes))
     return table
+
+
+def reasons(pairs: Iterable[Pair]) -> list[str]:
+    """What lies behind the matrix, once for all pairs that share it: every refusal, conversion and loss."""
+    alike: dict[tuple[bool, tuple[FieldDifference, ...]], dict[str, list[str]]] = {}
+    for pair in pairs:
+        told = tuple(d for d in pair.differences if d.kind != INFORMATIONAL)
+        if told:
+            alike.setdefault((pair.fits, told), {}).setdefault(pair.prefill_worker, []).append(pair.decode_worker)
+    lines = []
+    for (fits, told), rows in alike.items():
+        lines += [f"{prefills} -> {decodes} {'fits' if fits else 'refused'}:" for decodes, prefills in _joined(rows)]
+        lines += [f"    {difference} ({difference.kind.replace('_', ' ')})" for difference in told]
+    return lines
+
+
+def _verdict(pair: Pair) -> str:
+    kinds = {difference.kind for difference in pair.differences}
+    if not pair.fits:
+        return "NO"
+    return "lossy" if "lossy" in kinds else "converts" if "convertible" in kinds else "yes"
+
+
+def _joined(rows: dict[str, list[str]]) -> list[tuple[str, str]]:
+    """(decode workers, prefill workers), where all of the one are paired with all of the other."""
+    by_decodes: dict[str, list[str]] = {}
+    for prefill, decodes in rows.items():
+        by_decodes.setdefault(", ".join(sorted(decodes)), []).append(prefill)
+    return [(decodes, ", ".join(sorted(prefills))) for decodes, prefills in by_decodes.items()]
 
 
 def _plain(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 import grpc
 
 from pdserve.client.events import Completion, Event, EventReader, collect
-from pdserve.client.request import GenerateOptions, build
+from pdserve.client.request import GenerateOptions, build, credentials
 from pdserve.client.status import Model, Status, models_from_proto, status_from_proto
 from pdserve.errors import Cancelled, Refused
 from pdserve.rpc.channel import ChannelPool
@@ -22,9 +22,14 @@ from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 class AsyncClient:
     """Talks to one router, from the event loop of its first call. Connects on first use."""
 
-    def __init__(self, address: str, settings: RpcSettings | None = None) -> None:
-        """`address` is host:port. Raises ConfigError for a malformed one, or one that plaintext may not reach."""
+    def __init__(self, address: str, settings: RpcSettings | None = None, *, api_key: str = "") -> None:
+        """`address` is host:port, `api_key` what a router with tenants knows the caller by.
+
+        Raises ConfigError for an address that is malformed or that plaintext may not reach, and for a key that
+        no header can carry.
+        """
         self.address = address
+        self._metadata = credentials(api_key)
         self._settings = settings or RpcSettings()
         check_plaintext(split_address(address)[0], self._settings)
         self._pool: ChannelPool | None = None
@@ -43,7 +48,7 @@ class AsyncClient:
         """
         request, timeout_s = build(prompt, options)
         reader = EventReader()
-        call = self._stub().Generate(request, timeout=timeout_s)
+        call = self._stub().Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async with self._typed_errors():
                 async for message in call:
@@ -80,7 +85,9 @@ class AsyncClient:
     async def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
         stub = self._stub()
         async with self._typed_errors():
-            return await getattr(stub, method)(request, timeout=timeout_s or self._settings.call_timeout_s)
+            return await getattr(stub, method)(
+                request, timeout=timeout_s or self._settings.call_timeout_s, metadata=self._metadata
+            )
 
     def _stub(self) -> gateway_pb2_grpc.GatewayStub:
         if self._closed:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypedDict
 
-from pdserve.errors import InvalidRequest
+from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.request import SamplingParams
 from pdserve.rpc.convert import sampling_to_proto
 from pdserve.v1 import gateway_pb2
@@ -44,6 +44,17 @@ class GenerateOptions(TypedDict, total=False):
 
 
 SAMPLING_NAMES = frozenset(field.name for field in fields(SamplingParams))
+
+
+def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of every call. Raises ConfigError, without the key, for one that no header can carry."""
+    if not all("!" <= character <= "~" for character in api_key):
+        raise ConfigError(
+            "the API key has blanks or other characters that a header cannot carry",
+            field="api_key",
+            remedy="give the key as it was given to you, without quotes or line breaks",
+        )
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 def build(prompt: str | None, options: Mapping[str, Any]) -> tuple[gateway_pb2.GenerateRequest, float]:

@@ -10,7 +10,7 @@ import grpc
 
 from pdserve.client.asynchronous import client_closed
 from pdserve.client.events import Completion, Event, EventReader, collect
-from pdserve.client.request import GenerateOptions, build
+from pdserve.client.request import GenerateOptions, build, credentials
 from pdserve.client.status import Model, Status, models_from_proto, status_from_proto
 from pdserve.rpc.channel import sync_channel
 from pdserve.rpc.settings import RpcSettings
@@ -21,9 +21,14 @@ from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 class Client:
     """Talks to one router. Connects on first use."""
 
-    def __init__(self, address: str, settings: RpcSettings | None = None) -> None:
-        """`address` is host:port. Raises ConfigError for a malformed one, or one that plaintext may not reach."""
+    def __init__(self, address: str, settings: RpcSettings | None = None, *, api_key: str = "") -> None:
+        """`address` is host:port, `api_key` what a router with tenants knows the caller by.
+
+        Raises ConfigError for an address that is malformed or that plaintext may not reach, and for a key that
+        no header can carry.
+        """
         self.address = address
+        self._metadata = credentials(api_key)
         self._settings = settings or RpcSettings()
         self._channel = sync_channel(address, self._settings)
         self._closed = False
@@ -40,7 +45,7 @@ class Client:
         """
         request, timeout_s = build(prompt, options)
         reader = EventReader()
-        call = self._stub().Generate(request, timeout=timeout_s)
+        call = self._stub().Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             with self._typed_errors():
                 for message in call:
@@ -75,7 +80,9 @@ class Client:
     def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
         stub = self._stub()
         with self._typed_errors():
-            return getattr(stub, method)(request, timeout=timeout_s or self._settings.call_timeout_s)
+            return getattr(stub, method)(
+                request, timeout=timeout_s or self._settings.call_timeout_s, metadata=self._metadata
+            )
 
     def _stub(self) -> gateway_pb2_grpc.GatewayStub:
         if self._closed:

@@ -58,6 +58,10 @@ class Prefix:
         self._page_size = page_size
         self._links: list[Link] = []
 
+    def __len__(self) -> int:
+        """Tokens, those of a last page that is not full included."""
+        return len(self._ids)
+
     def extend(self, ids: Iterable[int]) -> None:
         self._ids.extend(ids)
 
@@ -104,6 +108,10 @@ class BlockManager:
     def available_count(self) -> int:
         """Pages that `allocate` can hand out now."""
         return len(self._free) + len(self._idle)
+
+    def available_beside(self, pages: Iterable[int]) -> int:
+        """Pages that `allocate` could hand out once these had been retained."""
+        return self.available_count - sum(page in self._idle for page in set(pages))
 
     @property
     def held_count(self) -> int:
@@ -186,12 +194,23 @@ class BlockManager:
 
     def check_integrity(self) -> None:
         """Raises Internal for the first statement about the books that does not hold."""
+        self._check_references()
+        self._check_index()
+
+    def _check_references(self) -> None:
+        """Every page is free, held or cached, and held as often as its owners say."""
         counted: Counter[int] = Counter()
-        for held in self._owners.values():
+        for owner, held in self._owners.items():
+            if not held or min(held.values()) < 1:
+                raise _broken(f"{owner} is listed as an owner of nothing")
             counted.update(held)
         free = set(self._free)
         if len(free) != len(self._free):
             raise _broken("a page is free twice")
+        known = range(self.pages)
+        for page in (*free, *counted, *self._idle, *self._cached):
+            if page not in known:
+                raise _broken(f"there is no page {page}")
         for page, references in enumerate(self._references):
             if references < 0:
                 raise _broken(f"page {page} has {references} references")
@@ -202,7 +221,13 @@ class BlockManager:
                 raise _broken(f"page {page} is in {states} states at once")
             if page in free and page in self._cached:
                 raise _broken(f"page {page} is free and findable")
+            if page in self._idle and page not in self._cached:
+                raise _broken(f"page {page} is kept for reuse, and nobody can find it")
+
+    def _check_index(self) -> None:
+        """What can be found is under its own key, and below pages that can be found too."""
         roots = {identity: _root(identity) for identity in {entry.link.identity for entry in self._cached.values()}}
+        children: dict[bytes, set[bytes]] = {}
         for page, entry in self._cached.items():
             link = entry.link
             if entry.page != page or self._index.get(link.key) is not entry:
@@ -211,8 +236,11 @@ class BlockManager:
                 raise _broken(f"page {page} does not match its key")
             if link.parent != roots[link.identity] and link.parent not in self._index:
                 raise _broken(f"page {page} hangs below a page that is gone")
+            children.setdefault(link.parent, set()).add(link.key)
         if len(self._index) != len(self._cached):
             raise _broken("the index and the cached pages differ in number")
+        if children != self._children:
+            raise _broken("the tree of pages does not list every page below its parent")
 
     def _add(self, entry: CachedPage) -> None:
         link = entry.link

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.dtypes import torch_dtype
+from pdserve.engine.dtypes import cast_bytes, torch_dtype
 from pdserve.engine.plan import EngineConfig
 from pdserve.engine.spec import ModelSpec
 from pdserve.errors import ConfigError, Internal
@@ -278,11 +278,13 @@ class SequenceSink:
     """Granted pages for a receiver (cache_transfer.pages.PageSink): tokens [start, end).
 
     Clears the slots after `end` in the last page, so that decode never reads what an
-    earlier owner of the page left there.
+    earlier owner of the page left there. Payloads in another `dtype` than the cache's (a name;
+    empty: the cache's) are cast as they are written.
     """
 
-    def __init__(self, cache: PagedCache, pages: Sequence[int], start: int, end: int) -> None:
+    def __init__(self, cache: PagedCache, pages: Sequence[int], start: int, end: int, dtype: str = "") -> None:
         self._cache, self._pages, self._range = cache, tuple(pages), (start, end)
+        self._dtype = torch_dtype(dtype or cache.dtype_name)
         self._rows = _RowIndex(cache, self._pages)
         last = -(-end // cache.page_size) * cache.page_size
         if not 0 <= start <= end or last > len(self._pages) * cache.page_size:
@@ -292,8 +294,10 @@ class SequenceSink:
             cache.clear(torch.tensor(tail, dtype=torch.int64, device=cache.storage.device))
 
     def write(self, plane: str, layer: int, heads: Range, tokens: Range, payload: memoryview) -> None:
-        """Copies a canonical payload. Raises Internal outside the granted range."""
+        """Copies a canonical payload. Raises Internal outside the granted range, or for another size."""
         _inside(tokens, self._range)
+        if self._dtype != self._cache.dtype:
+            payload = cast_bytes(payload, self._dtype, self._cache.dtype)
         self._cache.write_rows(plane, layer, self._rows(heads, tokens), payload)
 
 

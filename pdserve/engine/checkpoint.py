@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cache_transfer.contract import PositionScheme
+from pdserve.engine.checkpoint_files import CheckpointFiles
 from pdserve.engine.digest import model_digest
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.safetensors_file import open_safetensors
@@ -43,12 +44,13 @@ def save_spec_checkpoint(path: str | Path, spec: ModelSpec, tensors: Mapping[str
         raise CheckpointError(f"{path} cannot be written: {error}", field=str(path), reason="BAD_FILE") from error
 
 
-def load_spec_checkpoint(path: Path, dtype: str, device: str) -> LoadedModel:
+def load_spec_checkpoint(path: Path, dtype: str, device: str, files: CheckpointFiles) -> LoadedModel:
     """Raises CheckpointError naming the file, field or tensor at fault."""
+    files.stamp(path)
     file = open_safetensors(path)
     spec = _read_spec(file.metadata, path)
     check_spec(spec)
-    digest = model_digest(spec, file.tensors)
+    digest = model_digest(spec, file.tensors, files.digests(path, file.tensors))
     sources = {name: Source(name) for name in expected_tensors(spec)}
     return LoadedModel(path.stem, spec, assemble(spec, sources, file.tensors, dtype, device), dtype, digest, path)
 
@@ -70,6 +72,16 @@ def _read_spec(metadata: Mapping[str, str], path: Path) -> ModelSpec:
         values = json.loads(metadata[_SPEC_KEY])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has a damaged spec: {error}", field=_SPEC_KEY, reason="BAD_FILE") from error
+    return spec_from_json(values)
+
+
+def read_spec_checkpoint(path: Path) -> ModelSpec:
+    """The spec alone. Raises CheckpointError as `load_spec_checkpoint` does."""
+    return _read_spec(open_safetensors(path).metadata, path)
+
+
+def spec_from_json(values: object) -> ModelSpec:
+    """Raises CheckpointError naming the field that is missing, unknown or of another type."""
     spec: ModelSpec = _build(ModelSpec, values, "spec")
     return spec
 

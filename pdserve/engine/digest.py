@@ -19,11 +19,17 @@ from pdserve.engine.stored import StoredTensor
 _VERSION = 1
 
 
-def model_digest(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> bytes:
-    """32 bytes. `spec` stands for the configuration: it holds every key that matters, in canonical form."""
-    rows = tuple((name, stored[name].dtype, stored[name].shape, _content(stored[name])) for name in sorted(stored))
+def model_digest(spec: ModelSpec, stored: Mapping[str, StoredTensor], contents: Mapping[str, bytes]) -> bytes:
+    """32 bytes.
+
+    Args:
+        spec: stands for the configuration: it holds every key that matters, in canonical form.
+        contents: `content_digest` of every tensor, as checkpoint_files.py keeps them.
+    """
+    rows = tuple((name, stored[name].dtype, stored[name].shape, contents[name]) for name in sorted(stored))
     return blake3(encode(("model", _VERSION, spec, rows))).digest()
 
 
-def _content(tensor: StoredTensor) -> bytes:
+def content_digest(tensor: StoredTensor) -> bytes:
+    """32 bytes over the tensor's bytes as stored."""
     return blake3(tensor.raw(), max_threads=blake3.AUTO).digest()

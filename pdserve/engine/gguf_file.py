@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cache_transfer.contract import PositionScheme
+from pdserve.engine.checkpoint_files import CheckpointFiles
 from pdserve.engine.digest import model_digest
 from pdserve.engine.fields import Fields
 from pdserve.engine.gguf_header import GgufRecord, read_header
@@ -128,12 +129,13 @@ class GgufTensor:
         return values
 
 
-def load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
+def load_gguf(path: Path, dtype: str, device: str, files: CheckpointFiles) -> LoadedModel:
     """Raises CheckpointError naming the file, tensor or metadata key at fault."""
+    files.stamp(path)
     metadata, stored = read_gguf(path)
     family, spec = spec_from_metadata(metadata, stored, str(path))
     check_spec(spec)
-    digest = model_digest(spec, stored)
+    digest = model_digest(spec, stored, files.digests(path, stored))
     weights = {name: tensor for name, tensor in stored.items() if name != _ROPE_FREQS}
     tensors = assemble(spec, family.naming.sources(spec), weights, dtype, device)
     return LoadedModel(path.stem, spec, tensors, dtype, digest, path)

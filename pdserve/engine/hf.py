@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pdserve.engine.checkpoint_files import CheckpointFiles
 from pdserve.engine.digest import model_digest
 from pdserve.engine.families import Family
 from pdserve.engine.hf_config import find_family, spec_from_config
@@ -23,7 +24,7 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
+def load_directory(path: Path, dtype: str, device: str, files: CheckpointFiles) -> LoadedModel:
     """Raises CheckpointError naming the file, tensor or key at fault."""
     config = read_json(path / _CONFIG)
     generation = read_json(path / _GENERATION) if (path / _GENERATION).exists() else {}
@@ -31,8 +32,10 @@ def load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
     family = find_family(config, where)
     spec = spec_from_config(family, config, generation, where)
     check_spec(spec)
-    stored = _open_weights(path)
-    digest = model_digest(spec, stored)
+    opened = _open_weights(path, files)
+    stored = {name: tensor for tensors in opened.values() for name, tensor in tensors.items()}
+    contents = [files.digests(file, tensors) for file, tensors in opened.items()]
+    digest = model_digest(spec, stored, {name: value for part in contents for name, value in part.items()})
     tensors = assemble(
         spec,
         family.naming.sources(spec, _missing_prefix(family, stored)),
@@ -57,9 +60,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open_weights(path: Path) -> dict[str, StoredTensor]:
+def _open_weights(path: Path, files: CheckpointFiles) -> dict[Path, Mapping[str, StoredTensor]]:
+    """The tensors of each file; no name is in two of them."""
     if (path / _SINGLE).exists():
-        return dict(open_safetensors(path / _SINGLE).tensors)
+        return {path / _SINGLE: _open(path / _SINGLE, files)}
     if not (path / _INDEX).exists():
         present = sorted(item.name for item in path.iterdir() if item.suffix in (".safetensors", ".bin", ".pt"))
         raise CheckpointError(
@@ -68,7 +72,7 @@ def _open_weights(path: Path) -> dict[str, StoredTensor]:
             reason="MISSING_FILE",
             remedy="fetch the safetensors weights; pickled weights are not read",
         )
-    return _open_shards(path, _shard_map(path / _INDEX))
+    return _open_shards(path, _shard_map(path / _INDEX), files)
 
 
 def _shard_map(index: Path) -> Mapping[str, str]:
@@ -91,23 +95,30 @@ def _shard_map(index: Path) -> Mapping[str, str]:
     return names
 
 
-def _open_shards(path: Path, shard_of: Mapping[str, str]) -> dict[str, StoredTensor]:
-    stored: dict[str, StoredTensor] = {}
+def _open_shards(
+    path: Path, shard_of: Mapping[str, str], files: CheckpointFiles
+) -> dict[Path, Mapping[str, StoredTensor]]:
+    opened: dict[Path, Mapping[str, StoredTensor]] = {}
     for shard in sorted(set(shard_of.values())):
-        for name, tensor in open_safetensors(path / shard).tensors.items():
+        opened[path / shard] = _open(path / shard, files)
+        for name in opened[path / shard]:
             if shard_of.get(name) != shard:
                 raise CheckpointError(
                     f"shard {shard} holds tensor {name}, which {_INDEX} places in {shard_of.get(name, 'no shard')}",
                     field=name,
                     reason="UNKNOWN_TENSOR",
                 )
-            stored[name] = tensor
     for name, shard in shard_of.items():
-        if name not in stored:
+        if name not in opened[path / shard]:
             raise CheckpointError(
                 f"tensor {name} is not in shard {shard}, where {_INDEX} places it", field=name, reason="MISSING_TENSOR"
             )
-    return stored
+    return opened
+
+
+def _open(file: Path, files: CheckpointFiles) -> Mapping[str, StoredTensor]:
+    files.stamp(file)
+    return open_safetensors(file).tensors
 
 
 def _missing_prefix(family: Family, stored: Mapping[str, StoredTensor]) -> str:

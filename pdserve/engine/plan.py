@@ -41,6 +41,9 @@ class EngineConfig:
     deterministic: bool = False
     """Bit-equal results across batch, chunk and page size, and cache state. Slower."""
 
+    keep_digests: bool = True
+    """Keeps the digests of a checkpoint's tensors beside it, so that the next start need not hash it again."""
+
 
 @dataclass(frozen=True)
 class Chunk:

@@ -81,7 +81,8 @@ class Heartbeat:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         try:
-            await asyncio.wait_for(self._deregister(self._record), self._settings.timeout_s)
+            async with asyncio.timeout(self._settings.timeout_s):
+                await self._deregister(self._record)
         except (PdserveError, TimeoutError) as error:
             log.warning("could not deregister %s, its lease will end: %s", self._record.worker_id, error)
 
@@ -92,7 +93,8 @@ class Heartbeat:
     async def _run(self) -> None:
         while not self._stopping:
             try:
-                await asyncio.wait_for(self._wake.wait(), self._settings.heartbeat_s)
+                async with asyncio.timeout(self._settings.heartbeat_s):
+                    await self._wake.wait()
             except TimeoutError:
                 await self.renew()
 

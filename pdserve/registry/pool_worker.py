@@ -21,11 +21,12 @@ import time
 from abc import ABC, abstractmethod
 
 from cache_transfer.contract import Endpoint, WorkerContract
-from pdserve.errors import Internal, PdserveError, Unavailable
+from pdserve.errors import Internal, PdserveError, Refused, Unavailable
+from pdserve.registry.accounts import Accounts, Stake, take_stock
 from pdserve.registry.heartbeat import Heartbeat
 from pdserve.registry.parts import Books, Requests, Settings, Steps
 from pdserve.registry.records import DRAINING, READY, STALLED, STARTING, Load, Registry, WorkerRecord
-from pdserve.registry.worker_service import Accounts, Holding
+from pdserve.registry.trace import Run
 from pdserve.rpc.background import Background
 from pdserve.rpc.server import Server
 
@@ -91,7 +92,8 @@ class PoolWorker(ABC):
     def _transfer_endpoints(self) -> tuple[Endpoint, ...]: ...
 
     @abstractmethod
-    def _holding(self, owner: str, pages: int, now: float) -> Holding: ...
+    def _stakes(self) -> tuple[Stake, ...]:
+        """What every live request holds, or may come and take."""
 
     # -- from start to end ---------------------------------------------------------------------
 
@@ -178,19 +180,16 @@ class PoolWorker(ABC):
         return self._bundle
 
     def accounts(self) -> Accounts:
-        """Where every page is. Cached prefixes that nobody reads do not count as held."""
-        books, now, fault = self._books, time.monotonic(), ""
-        try:
-            books.check_integrity()
-        except Internal as error:
-            fault = str(error)
-        return Accounts(
-            pages_total=books.pages,
-            pages_free=books.free_count,
-            pages_held=books.held_count,
-            pages_cached=books.cached_count,
-            holdings=tuple(self._holding(owner, len(pages), now) for owner, pages in books.holdings().items()),
-            fault=fault,
+        """Where every page is, and who answers for it. Cached prefixes that nobody reads do not count as held."""
+        return take_stock(self._books, self._stakes(), time.monotonic())
+
+    async def trace(self, ids: tuple[int, ...], chunk_tokens: int, columns: int) -> Run:
+        """See `Worker/Trace`. Pools that can show their tensors override it."""
+        raise Refused(
+            f"a {self.role} worker does not show its tensors",
+            reason="TRACE_OFF",
+            field="allow_trace",
+            remedy="ask a prefill worker that was started with allow_trace",
         )
 
     def check_serving(self) -> None:

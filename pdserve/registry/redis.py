@@ -4,6 +4,8 @@ Keys, all under one prefix:
 
     {prefix}worker:{id}   hash {incarnation, record, state, load, lease_ms}, expires with the lease
     {prefix}workers       set of ids; ids whose hash is gone are removed by the next snapshot
+    {prefix}birth         made by the first snapshot, expires when none is taken for an hour; a reader
+                          that finds another one than before knows that the server lost its memory
 
 `record` and `load` are serialized protobuf. Each method is one script, so that comparing
 the incarnation and acting on it cannot be torn apart; leases run on the server's clock.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -55,6 +58,8 @@ redis.call('SREM', KEYS[2], ARGV[1])
 return 1
 """
 _SNAPSHOT = """
+local birth = redis.call('GET', KEYS[2]) or ARGV[2]
+redis.call('SET', KEYS[2], birth, 'EX', 3600)
 local rows = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local key = ARGV[1] .. id
@@ -67,7 +72,7 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
     redis.call('SREM', KEYS[1], id)
   end
 end
-return rows
+return {birth, rows}
 """
 
 
@@ -87,6 +92,7 @@ class RedisRegistry:
         self._password = urlsplit(url).password
         self._prefix = key_prefix
         self._timeout_s = timeout_s
+        self._birth = b""  # of the server's memory, as last seen
         try:
             self._client: Any = redis.asyncio.Redis.from_url(
                 url,
@@ -128,8 +134,16 @@ class RedisRegistry:
         await self._run(self._deregister(keys=[self._key(worker_id), self._index], args=[worker_id, incarnation]))
 
     async def snapshot(self) -> tuple[LiveRecord, ...]:
-        """See Registry. A record that cannot be read is left out, with a warning in the log."""
-        rows = await self._run(self._snapshot(keys=[self._index], args=[self._key("")]))
+        """See Registry. A record that cannot be read is left out, with a warning in the log.
+
+        Unavailable, too, when the server has lost its memory since the last snapshot, as by a restart
+        too short to be noticed: what it knows now is not who there is.
+        """
+        keys, new = [self._index, f"{self._prefix}birth"], secrets.token_bytes(16)
+        birth, rows = await self._run(self._snapshot(keys=keys, args=[self._key(""), new]))
+        known, self._birth = self._birth or birth, birth
+        if birth != known:
+            raise self._unavailable("it has lost its memory", "wait: workers come back with their next heartbeat")
         live = [read for row in rows if (read := _read(row)) is not None]
         return tuple(sorted(live, key=lambda each: each.record.worker_id))
 
@@ -145,7 +159,8 @@ class RedisRegistry:
 
     async def _run(self, call: Awaitable[Any]) -> Any:
         async with self._errors():
-            return await asyncio.wait_for(call, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await call
 
     @asynccontextmanager
     async def _errors(self) -> AsyncIterator[None]:

@@ -1,51 +1,25 @@
 """The Worker service, which every worker of either pool answers in the same way.
 
 A worker implements the small `WorkerHost` protocol; this module turns it into gRPC. All
-methods run on the worker's event loop and only read.
+methods run on the worker's event loop; all but `trace` only read.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
 
 from pdserve.errors import NotFound, PdserveError
+from pdserve.registry.accounts import Accounts
 from pdserve.registry.records import WorkerRecord
+from pdserve.registry.trace import Run, trace_parts
 from pdserve.registry.wire import status_to_proto
 from pdserve.rpc.status import abort
 from pdserve.v1 import gateway_pb2, worker_pb2, worker_pb2_grpc
 
 PIECE_BYTES = 1 << 20  # of a tokenizer bundle, per message
-
-REQUEST = "request"
-PIN = "pin"
-GRANT = "grant"
-LEASE = "lease"
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Pages that one owner holds, and until when."""
-
-    owner: str  # request or handoff id
-    kind: str  # REQUEST | PIN | GRANT | LEASE
-    pages: int
-    deadline_left_s: float = -1.0  # negative: no deadline
-
-
-@dataclass(frozen=True)
-class Accounts:
-    """Where every page of the pool is. `fault` is what check_integrity() found; empty: nothing."""
-
-    pages_total: int
-    pages_free: int
-    pages_held: int
-    pages_cached: int
-    holdings: tuple[Holding, ...] = ()
-    fault: str = ""
 
 
 class WorkerHost(Protocol):
@@ -59,9 +33,13 @@ class WorkerHost(Protocol):
 
     def accounts(self) -> Accounts: ...
 
+    async def trace(self, ids: tuple[int, ...], chunk_tokens: int, columns: int) -> Run:
+        """Runs a prompt to show its tensors. Raises Refused where that is off."""
+        ...
+
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Describe, GetTokenizer and Accounts over a WorkerHost."""
+    """Describe, GetTokenizer, Accounts and Trace over a WorkerHost."""
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
@@ -97,7 +75,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             ],
             intact=not accounts.fault,
             fault=accounts.fault,
+            preemptions=accounts.preemptions,
+            recomputed_tokens=accounts.recomputed_tokens,
         )
+
+    async def Trace(
+        self, request: worker_pb2.TraceRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.TracePart]:
+        try:
+            run = await self._host.trace(tuple(request.token_ids), request.chunk_tokens, request.columns)
+        except PdserveError as error:
+            await abort(context, error)
+        for part in trace_parts(run):
+            yield part
 
     def _bundle(self, digest: bytes) -> bytes:
         own = self._host.record().contract.tokenizer_digest

@@ -27,7 +27,8 @@ def sync_channel(address: str, settings: RpcSettings | None = None, *, extra_opt
 async def wait_ready(channel: grpc.aio.Channel, address: str, timeout_s: float) -> None:
     """Returns once connected. Raises Unavailable after `timeout_s`."""
     try:
-        await asyncio.wait_for(channel.channel_ready(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await channel.channel_ready()
     except TimeoutError:
         raise Unavailable(
             f"{address}: no connection within {timeout_s:g} s", remedy=f"check that a server listens at {address}"

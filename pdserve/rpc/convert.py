@@ -12,7 +12,17 @@ from typing import Any
 
 from pdserve.errors import InvalidRequest
 from pdserve.request import SamplingParams
-from pdserve.rpc.events import Accepted, Finish, HandoffRecord, PositionLogprobs, TokenBatch, TokenLogprob, Usage
+from pdserve.rpc.events import (
+    Accepted,
+    AttemptRecord,
+    Finish,
+    GroupPair,
+    HandoffRecord,
+    PositionLogprobs,
+    TokenBatch,
+    TokenLogprob,
+    Usage,
+)
 from pdserve.rpc.status import difference_from_proto, difference_to_proto
 from pdserve.v1 import common_pb2, gateway_pb2
 
@@ -30,9 +40,11 @@ _OPTIONAL = (
     "ignore_eos",
     "logprobs",
 )
+_RECORD_LISTS = ("conversions", "notes", "candidates", "rejected", "history")
 _RECORD_SCALARS = tuple(
-    field.name for field in common_pb2.HandoffRecord.DESCRIPTOR.fields if field.name not in ("conversions", "notes")
+    field.name for field in common_pb2.HandoffRecord.DESCRIPTOR.fields if field.name not in _RECORD_LISTS
 )
+_ATTEMPT_FIELDS = tuple(field.name for field in common_pb2.AttemptRecord.DESCRIPTOR.fields)
 
 
 def sampling_from_proto(options: common_pb2.SamplingOptions) -> SamplingParams:
@@ -148,6 +160,9 @@ def record_to_proto(record: HandoffRecord) -> common_pb2.HandoffRecord:
     return common_pb2.HandoffRecord(
         conversions=[difference_to_proto(d) for d in record.conversions],
         notes=record.notes,
+        candidates=[_group_to_proto(group) for group in record.candidates],
+        rejected=[_group_to_proto(group) for group in record.rejected],
+        history=[common_pb2.AttemptRecord(**{n: getattr(a, n) for n in _ATTEMPT_FIELDS}) for a in record.history],
         **{name: getattr(record, name) for name in _RECORD_SCALARS},
     )
 
@@ -156,7 +171,30 @@ def record_from_proto(message: common_pb2.HandoffRecord) -> HandoffRecord:
     return HandoffRecord(
         conversions=tuple(difference_from_proto(d) for d in message.conversions),
         notes=tuple(message.notes),
+        candidates=tuple(_group_from_proto(group) for group in message.candidates),
+        rejected=tuple(_group_from_proto(group) for group in message.rejected),
+        history=tuple(AttemptRecord(**{n: getattr(a, n) for n in _ATTEMPT_FIELDS}) for a in message.history),
         **{name: getattr(message, name) for name in _RECORD_SCALARS},
+    )
+
+
+def _group_to_proto(group: GroupPair) -> common_pb2.GroupPair:
+    return common_pb2.GroupPair(
+        prefill_workers=group.prefill_workers,
+        decode_workers=group.decode_workers,
+        prefill_count=group.prefill_count,
+        decode_count=group.decode_count,
+        differences=[difference_to_proto(d) for d in group.differences],
+    )
+
+
+def _group_from_proto(message: common_pb2.GroupPair) -> GroupPair:
+    return GroupPair(
+        prefill_workers=tuple(message.prefill_workers),
+        decode_workers=tuple(message.decode_workers),
+        prefill_count=message.prefill_count,
+        decode_count=message.decode_count,
+        differences=tuple(difference_from_proto(d) for d in message.differences),
     )
 
 

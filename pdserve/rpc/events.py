@@ -65,22 +65,73 @@ class Accepted:
 
 
 @dataclass(frozen=True)
+class GroupPair:
+    """A group of prefill and one of decode workers, each of equal contracts; ids are the first few of each."""
+
+    prefill_workers: tuple[str, ...] = ()
+    decode_workers: tuple[str, ...] = ()
+    prefill_count: int = 0
+    decode_count: int = 0
+    differences: tuple[FieldDifference, ...] = ()  # candidates: what is converted; rejected: what refuses
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One handoff that was begun; the wire schema says from when to when each time is."""
+
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    prefill_candidates: int = 0  # workers it was chosen from
+    decode_candidates: int = 0
+    prefill_cost: float = 0.0  # predicted tokens to compute before the prompt is done
+    decode_cost: float = 0.0  # predicted slowness, in running sequences
+    outcome: str = ""  # finish reason, or the reason code of what ended it
+    failed_worker: str = ""
+    first_index: int = 0  # output tokens there were before it
+    output_tokens: int = 0  # that it gave
+    begun_ms: float = 0.0
+    admitted_ms: float = 0.0
+    first_token_ms: float = 0.0
+    total_ms: float = 0.0
+    computed_tokens: int = 0
+    sent_tokens: int = 0
+    bytes_sent: int = 0
+    frames_sent: int = 0
+    queued_ms: float = 0.0
+    prefill_ms: float = 0.0
+    push_ms: float = 0.0
+    transfer_ms: float = 0.0
+
+
+@dataclass(frozen=True)
 class HandoffRecord:
-    """What happened to one request, in stages. Times are milliseconds, sizes are bytes."""
+    """What happened to one request, in stages. Times are milliseconds, sizes are bytes. Figures of prefill
+    and transfer are the last attempt's.
+    """
 
     request_id: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""
     attempts: int = 0
     prompt_tokens: int = 0
-    computed_tokens: int = 0  # prompt tokens that prefill ran
-    sent_tokens: int = 0  # prompt tokens whose cache travelled
+    computed_tokens: int = 0  # tokens that prefill ran; of a resumed answer, its output so far too
+    sent_tokens: int = 0  # tokens whose cache travelled
     bytes_sent: int = 0  # payload bytes of frames and logits
     frames_sent: int = 0
     queued_ms: float = 0.0  # waiting for a prefill slot
     prefill_ms: float = 0.0  # first chunk started .. logits ready
-    transfer_ms: float = 0.0  # logits ready .. acknowledged
+    transfer_ms: float = 0.0  # logits ready .. acknowledged: what streaming did not hide
     first_token_ms: float = 0.0  # request received by the router .. first token there
     decode_tokens_per_s: float = 0.0  # output tokens after the first, over their time
-    conversions: tuple[FieldDifference, ...] = ()
+    conversions: tuple[FieldDifference, ...] = ()  # those with loss included
     notes: tuple[str, ...] = ()
+    output_tokens: int = 0  # delivered
+    outcome: str = ""  # finish reason, or the reason code of the error that ended it
+    intake_ms: float = 0.0  # received .. checked and tokenized
+    admitted_ms: float = 0.0  # received .. first admitted by a decode worker
+    push_ms: float = 0.0  # pages granted .. acknowledged: all the time in which bytes_sent could travel
+    decode_ms: float = 0.0  # first output token .. last one
+    total_ms: float = 0.0  # received .. end
+    candidates: tuple[GroupPair, ...] = ()  # that fitted when the last attempt was placed
+    rejected: tuple[GroupPair, ...] = ()
+    history: tuple[AttemptRecord, ...] = ()  # oldest first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -29,13 +29,18 @@ class Server:
         port: int = 0,
         *,
         extra_options: Options = (),
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        """Raises ConfigError when `host` is not loopback and plaintext is not allowed. Port 0: any free one."""
+        """Port 0: any free one. The errors that interceptors' handlers raise become statuses, too.
+
+        Raises ConfigError when `host` is not loopback and plaintext is not allowed.
+        """
         self.settings = settings or RpcSettings()
         check_plaintext(host, self.settings)
         self._host = host
         self._port = port
         self._options = server_options(self.settings, extra_options)
+        self._interceptors = (ErrorInterceptor(), *interceptors)
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._registered: list[tuple[str, Any]] = []
         self._grpc: grpc.aio.Server | None = None
@@ -67,7 +72,7 @@ class Server:
         """
         self._check_not_started()
         server = self._grpc = grpc.aio.server(
-            interceptors=(ErrorInterceptor(),),
+            interceptors=self._interceptors,
             options=self._options,
             maximum_concurrent_rpcs=self.settings.max_concurrent_calls,
         )
@@ -87,10 +92,10 @@ class Server:
         self.address = join_address(self._host, port)
         return self.address
 
-    async def set_serving(self, serving: bool) -> None:
-        """What the health service answers, for the whole server and for each service."""
+    async def set_serving(self, serving: bool, service: str | None = None) -> None:
+        """What the health service answers for one service; None: for the whole server and for each service."""
         status = health_pb2.HealthCheckResponse
-        for name in (health.OVERALL_HEALTH, *self._names()):
+        for name in (health.OVERALL_HEALTH, *self._names()) if service is None else (service,):
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:

@@ -123,7 +123,7 @@ class LayerPlanes(_message.Message):
     def __init__(self, planes: _Optional[_Iterable[_Union[CachePlane, _Mapping]]] = ...) -> None: ...
 
 class WorkerContract(_message.Message):
-    __slots__ = ("version", "model_digest", "positions", "attention", "layers", "vocab_size", "tokenizer_digest", "page_size", "page_axis_order", "device", "kv_dtype", "weight_dtype", "activation_dtype", "info", "context_limit")
+    __slots__ = ("version", "model_digest", "positions", "attention", "layers", "vocab_size", "tokenizer_digest", "page_size", "page_axis_order", "device", "kv_dtype", "weight_dtype", "activation_dtype", "info", "context_limit", "allow_lossy")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +146,7 @@ class WorkerContract(_message.Message):
     ACTIVATION_DTYPE_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_LOSSY_FIELD_NUMBER: _ClassVar[int]
     version: int
     model_digest: bytes
     positions: PositionScheme
@@ -161,7 +162,8 @@ class WorkerContract(_message.Message):
     activation_dtype: str
     info: _containers.ScalarMap[str, str]
     context_limit: int
-    def __init__(self, version: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., positions: _Optional[_Union[PositionScheme, _Mapping]] = ..., attention: _Optional[_Union[AttentionScheme, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerPlanes, _Mapping]]] = ..., vocab_size: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ..., page_size: _Optional[int] = ..., page_axis_order: _Optional[str] = ..., device: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., activation_dtype: _Optional[str] = ..., info: _Optional[_Mapping[str, str]] = ..., context_limit: _Optional[int] = ...) -> None: ...
+    allow_lossy: bool
+    def __init__(self, version: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., positions: _Optional[_Union[PositionScheme, _Mapping]] = ..., attention: _Optional[_Union[AttentionScheme, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerPlanes, _Mapping]]] = ..., vocab_size: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ..., page_size: _Optional[int] = ..., page_axis_order: _Optional[str] = ..., device: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., activation_dtype: _Optional[str] = ..., info: _Optional[_Mapping[str, str]] = ..., context_limit: _Optional[int] = ..., allow_lossy: _Optional[bool] = ...) -> None: ...
 
 class HandoffIdentity(_message.Message):
     __slots__ = ("contract_digest", "adapter_digest", "tenant", "prompt_digest", "start", "end")
@@ -294,8 +296,70 @@ class Finish(_message.Message):
     choice: int
     def __init__(self, reason: _Optional[str] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., choice: _Optional[int] = ...) -> None: ...
 
+class GroupPair(_message.Message):
+    __slots__ = ("prefill_workers", "decode_workers", "prefill_count", "decode_count", "differences")
+    PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DECODE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    prefill_workers: _containers.RepeatedScalarFieldContainer[str]
+    decode_workers: _containers.RepeatedScalarFieldContainer[str]
+    prefill_count: int
+    decode_count: int
+    differences: _containers.RepeatedCompositeFieldContainer[Difference]
+    def __init__(self, prefill_workers: _Optional[_Iterable[str]] = ..., decode_workers: _Optional[_Iterable[str]] = ..., prefill_count: _Optional[int] = ..., decode_count: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ...) -> None: ...
+
+class AttemptRecord(_message.Message):
+    __slots__ = ("prefill_worker", "decode_worker", "prefill_candidates", "decode_candidates", "prefill_cost", "decode_cost", "outcome", "failed_worker", "first_index", "output_tokens", "begun_ms", "admitted_ms", "first_token_ms", "total_ms", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "push_ms", "transfer_ms")
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COST_FIELD_NUMBER: _ClassVar[int]
+    DECODE_COST_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    FAILED_WORKER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_MS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_MS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_SENT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    prefill_worker: str
+    decode_worker: str
+    prefill_candidates: int
+    decode_candidates: int
+    prefill_cost: float
+    decode_cost: float
+    outcome: str
+    failed_worker: str
+    first_index: int
+    output_tokens: int
+    begun_ms: float
+    admitted_ms: float
+    first_token_ms: float
+    total_ms: float
+    computed_tokens: int
+    sent_tokens: int
+    bytes_sent: int
+    frames_sent: int
+    queued_ms: float
+    prefill_ms: float
+    push_ms: float
+    transfer_ms: float
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_candidates: _Optional[int] = ..., decode_candidates: _Optional[int] = ..., prefill_cost: _Optional[float] = ..., decode_cost: _Optional[float] = ..., outcome: _Optional[str] = ..., failed_worker: _Optional[str] = ..., first_index: _Optional[int] = ..., output_tokens: _Optional[int] = ..., begun_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ...) -> None: ...
+
 class HandoffRecord(_message.Message):
-    __slots__ = ("request_id", "prefill_worker", "decode_worker", "attempts", "prompt_tokens", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_tokens_per_s", "conversions", "notes")
+    __slots__ = ("request_id", "prefill_worker", "decode_worker", "attempts", "prompt_tokens", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_tokens_per_s", "conversions", "notes", "output_tokens", "outcome", "intake_ms", "admitted_ms", "push_ms", "decode_ms", "total_ms", "candidates", "rejected", "history")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +376,16 @@ class HandoffRecord(_message.Message):
     DECODE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     CONVERSIONS_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    INTAKE_MS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_MS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prefill_worker: str
     decode_worker: str
@@ -328,4 +402,14 @@ class HandoffRecord(_message.Message):
     decode_tokens_per_s: float
     conversions: _containers.RepeatedCompositeFieldContainer[Difference]
     notes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., conversions: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+    output_tokens: int
+    outcome: str
+    intake_ms: float
+    admitted_ms: float
+    push_ms: float
+    decode_ms: float
+    total_ms: float
+    candidates: _containers.RepeatedCompositeFieldContainer[GroupPair]
+    rejected: _containers.RepeatedCompositeFieldContainer[GroupPair]
+    history: _containers.RepeatedCompositeFieldContainer[AttemptRecord]
+    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., conversions: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ..., output_tokens: _Optional[int] = ..., outcome: _Optional[str] = ..., intake_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[GroupPair, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[GroupPair, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[AttemptRecord, _Mapping]]] = ...) -> None: ...

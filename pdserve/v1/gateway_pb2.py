@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/gateway.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xf6\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.SamplingOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x13\n\x0bwant_record\x18\x08 \x01(\x08\x42\x08\n\x06prompt\"\xe9\x01\n\rGenerateEvent\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AcceptedH\x00\x12(\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.TokenBatchH\x00\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.HandoffRecordH\x00\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.FinishH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetailH\x00\x42\x07\n\x05\x65vent\"R\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\x13\n\x11ListModelsRequest\"\x9f\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcontext_limit\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\x0c\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x11\n\tcreated_s\x18\x07 \x01(\x03\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.ModelInfo\"\x0f\n\rStatusRequest\"\xf3\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\'\n\tendpoints\x18\x05 \x03(\x0b\x32\x14.pdserve.v1.Endpoint\x12,\n\x08\x63ontract\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x17\n\x0f\x63ontract_digest\x18\x07 \x01(\x0c\x12\x1e\n\x04load\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x14\n\x0clease_left_s\x18\t \x01(\x01\"\xba\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rwaiting_limit\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\x12\x12\n\npages_held\x18\x06 \x01(\r\x12\x14\n\x0cpages_cached\x18\x07 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x08 \x01(\x01\x12\r\n\x05steps\x18\t \x01(\x04\"p\n\x04Pair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0c\n\x04\x66its\x18\x03 \x01(\x08\x12+\n\x0b\x64ifferences\x18\x04 \x03(\x0b\x32\x16.pdserve.v1.Difference\"\xb2\x01\n\x0eStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x1f\n\x05pairs\x18\x02 \x03(\x0b\x32\x10.pdserve.v1.Pair\x12\x10\n\x08registry\x18\x03 \x01(\t\x12\x18\n\x10registry_warning\x18\x04 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t2\xdd\x01\n\x07Gateway\x12\x44\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x19.pdserve.v1.GenerateEvent0\x01\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponse\x12?\n\x06Status\x12\x19.pdserve.v1.StatusRequest\x1a\x1a.pdserve.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/gateway.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xf6\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.SamplingOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x13\n\x0bwant_record\x18\x08 \x01(\x08\x42\x08\n\x06prompt\"\x8b\x02\n\rGenerateEvent\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AcceptedH\x00\x12(\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.TokenBatchH\x00\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.HandoffRecordH\x00\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.FinishH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetailH\x00\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.pdserve.v1.UsageB\x07\n\x05\x65vent\"R\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\x13\n\x11ListModelsRequest\"\x9f\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcontext_limit\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\x0c\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x11\n\tcreated_s\x18\x07 \x01(\x03\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.ModelInfo\"\x0f\n\rStatusRequest\"\xf3\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\'\n\tendpoints\x18\x05 \x03(\x0b\x32\x14.pdserve.v1.Endpoint\x12,\n\x08\x63ontract\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x17\n\x0f\x63ontract_digest\x18\x07 \x01(\x0c\x12\x1e\n\x04load\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x14\n\x0clease_left_s\x18\t \x01(\x01\"\xba\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rwaiting_limit\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\x12\x12\n\npages_held\x18\x06 \x01(\r\x12\x14\n\x0cpages_cached\x18\x07 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x08 \x01(\x01\x12\r\n\x05steps\x18\t \x01(\x04\"p\n\x04Pair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0c\n\x04\x66its\x18\x03 \x01(\x08\x12+\n\x0b\x64ifferences\x18\x04 \x03(\x0b\x32\x16.pdserve.v1.Difference\"\xb2\x01\n\x0eStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x1f\n\x05pairs\x18\x02 \x03(\x0b\x32\x10.pdserve.v1.Pair\x12\x10\n\x08registry\x18\x03 \x01(\t\x12\x18\n\x10registry_warning\x18\x04 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t2\xdd\x01\n\x07Gateway\x12\x44\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x19.pdserve.v1.GenerateEvent0\x01\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponse\x12?\n\x06Status\x12\x19.pdserve.v1.StatusRequest\x1a\x1a.pdserve.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,25 +41,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=197
   _globals['_GENERATEREQUEST']._serialized_end=443
   _globals['_GENERATEEVENT']._serialized_start=446
-  _globals['_GENERATEEVENT']._serialized_end=679
-  _globals['_ACCEPTED']._serialized_start=681
-  _globals['_ACCEPTED']._serialized_end=763
-  _globals['_LISTMODELSREQUEST']._serialized_start=765
-  _globals['_LISTMODELSREQUEST']._serialized_end=784
-  _globals['_MODELINFO']._serialized_start=787
-  _globals['_MODELINFO']._serialized_end=946
-  _globals['_LISTMODELSRESPONSE']._serialized_start=948
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1007
-  _globals['_STATUSREQUEST']._serialized_start=1009
-  _globals['_STATUSREQUEST']._serialized_end=1024
-  _globals['_WORKERSTATUS']._serialized_start=1027
-  _globals['_WORKERSTATUS']._serialized_end=1270
-  _globals['_LOAD']._serialized_start=1273
-  _globals['_LOAD']._serialized_end=1459
-  _globals['_PAIR']._serialized_start=1461
-  _globals['_PAIR']._serialized_end=1573
-  _globals['_STATUSRESPONSE']._serialized_start=1576
-  _globals['_STATUSRESPONSE']._serialized_end=1754
-  _globals['_GATEWAY']._serialized_start=1757
-  _globals['_GATEWAY']._serialized_end=1978
+  _globals['_GENERATEEVENT']._serialized_end=713
+  _globals['_ACCEPTED']._serialized_start=715
+  _globals['_ACCEPTED']._serialized_end=797
+  _globals['_LISTMODELSREQUEST']._serialized_start=799
+  _globals['_LISTMODELSREQUEST']._serialized_end=818
+  _globals['_MODELINFO']._serialized_start=821
+  _globals['_MODELINFO']._serialized_end=980
+  _globals['_LISTMODELSRESPONSE']._serialized_start=982
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1041
+  _globals['_STATUSREQUEST']._serialized_start=1043
+  _globals['_STATUSREQUEST']._serialized_end=1058
+  _globals['_WORKERSTATUS']._serialized_start=1061
+  _globals['_WORKERSTATUS']._serialized_end=1304
+  _globals['_LOAD']._serialized_start=1307
+  _globals['_LOAD']._serialized_end=1493
+  _globals['_PAIR']._serialized_start=1495
+  _globals['_PAIR']._serialized_end=1607
+  _globals['_STATUSRESPONSE']._serialized_start=1610
+  _globals['_STATUSRESPONSE']._serialized_end=1788
+  _globals['_GATEWAY']._serialized_start=1791
+  _globals['_GATEWAY']._serialized_end=2012
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xb4\x02\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x1b\n\x0e\x61\x64\x61pter_digest\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x12\x12\n\nprompt_ids\x18\x05 \x03(\x05\x12\x12\n\noutput_ids\x18\x06 \x03(\x05\x12\"\n\x06ticket\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12-\n\x08identity\x18\x08 \x01(\x0b\x32\x1b.pdserve.v1.HandoffIdentity\x12\x13\n\x0blogits_only\x18\t \x01(\x08\x12\x33\n\x0f\x64\x65\x63ode_contract\x18\n \x01(\x0b\x32\x1a.pdserve.v1.WorkerContractB\x11\n\x0f_adapter_digest\"\xc7\x01\n\x0bRunResponse\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x13\n\x0bsent_tokens\x18\x03 \x01(\r\x12\x12\n\nbytes_sent\x18\x04 \x01(\x04\x12\x13\n\x0b\x66rames_sent\x18\x05 \x01(\r\x12\x11\n\tqueued_ms\x18\x06 \x01(\x01\x12\x12\n\nprefill_ms\x18\x07 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x08 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\t \x01(\r2A\n\x07Prefill\x12\x36\n\x03Run\x12\x16.pdserve.v1.RunRequest\x1a\x17.pdserve.v1.RunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xb4\x02\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x1b\n\x0e\x61\x64\x61pter_digest\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x12\x12\n\nprompt_ids\x18\x05 \x03(\x05\x12\x12\n\noutput_ids\x18\x06 \x03(\x05\x12\"\n\x06ticket\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12-\n\x08identity\x18\x08 \x01(\x0b\x32\x1b.pdserve.v1.HandoffIdentity\x12\x13\n\x0blogits_only\x18\t \x01(\x08\x12\x33\n\x0f\x64\x65\x63ode_contract\x18\n \x01(\x0b\x32\x1a.pdserve.v1.WorkerContractB\x11\n\x0f_adapter_digest\"\xd8\x01\n\x0bRunResponse\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x13\n\x0bsent_tokens\x18\x03 \x01(\r\x12\x12\n\nbytes_sent\x18\x04 \x01(\x04\x12\x13\n\x0b\x66rames_sent\x18\x05 \x01(\r\x12\x11\n\tqueued_ms\x18\x06 \x01(\x01\x12\x12\n\nprefill_ms\x18\x07 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x08 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\t \x01(\r\x12\x0f\n\x07push_ms\x18\n \x01(\x01\x32\x41\n\x07Prefill\x12\x36\n\x03Run\x12\x16.pdserve.v1.RunRequest\x1a\x17.pdserve.v1.RunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNREQUEST']._serialized_start=66
   _globals['_RUNREQUEST']._serialized_end=374
   _globals['_RUNRESPONSE']._serialized_start=377
-  _globals['_RUNRESPONSE']._serialized_end=576
-  _globals['_PREFILL']._serialized_start=578
-  _globals['_PREFILL']._serialized_end=643
+  _globals['_RUNRESPONSE']._serialized_end=593
+  _globals['_PREFILL']._serialized_start=595
+  _globals['_PREFILL']._serialized_end=660
 # @@protoc_insertion_point(module_scope)

@@ -32,7 +32,7 @@ class RunRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., adapter_digest: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.HandoffIdentity, _Mapping]] = ..., logits_only: _Optional[bool] = ..., decode_contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ...) -> None: ...
 
 class RunResponse(_message.Message):
-    __slots__ = ("computed_tokens", "cached_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "transfer_ms", "chunks")
+    __slots__ = ("computed_tokens", "cached_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "transfer_ms", "chunks", "push_ms")
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class RunResponse(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_MS_FIELD_NUMBER: _ClassVar[int]
     computed_tokens: int
     cached_tokens: int
     sent_tokens: int
@@ -51,4 +52,5 @@ class RunResponse(_message.Message):
     prefill_ms: float
     transfer_ms: float
     chunks: int
-    def __init__(self, computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., chunks: _Optional[int] = ...) -> None: ...
+    push_ms: float
+    def __init__(self, computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., chunks: _Optional[int] = ..., push_ms: _Optional[float] = ...) -> None: ...

@@ -42,7 +42,7 @@ class Holding(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., kind: _Optional[str] = ..., pages: _Optional[int] = ..., deadline_left_s: _Optional[float] = ...) -> None: ...
 
 class AccountsResponse(_message.Message):
-    __slots__ = ("pages_total", "pages_free", "pages_held", "pages_cached", "holdings", "intact", "fault")
+    __slots__ = ("pages_total", "pages_free", "pages_held", "pages_cached", "holdings", "intact", "fault", "preemptions", "recomputed_tokens")
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,8 @@ class AccountsResponse(_message.Message):
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     INTACT_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     pages_total: int
     pages_free: int
     pages_held: int
@@ -57,4 +59,60 @@ class AccountsResponse(_message.Message):
     holdings: _containers.RepeatedCompositeFieldContainer[Holding]
     intact: bool
     fault: str
-    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., intact: _Optional[bool] = ..., fault: _Optional[str] = ...) -> None: ...
+    preemptions: int
+    recomputed_tokens: int
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., intact: _Optional[bool] = ..., fault: _Optional[str] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+
+class TraceRequest(_message.Message):
+    __slots__ = ("token_ids", "chunk_tokens", "columns")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    chunk_tokens: int
+    columns: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
+
+class TraceFault(_message.Message):
+    __slots__ = ("check", "message")
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    check: str
+    message: str
+    def __init__(self, check: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class TraceStart(_message.Message):
+    __slots__ = ("positions", "cached", "faults")
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    FAULTS_FIELD_NUMBER: _ClassVar[int]
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    cached: _containers.RepeatedScalarFieldContainer[int]
+    faults: _containers.RepeatedCompositeFieldContainer[TraceFault]
+    def __init__(self, positions: _Optional[_Iterable[int]] = ..., cached: _Optional[_Iterable[int]] = ..., faults: _Optional[_Iterable[_Union[TraceFault, _Mapping]]] = ...) -> None: ...
+
+class TraceRows(_message.Message):
+    __slots__ = ("layer", "tensor", "shape", "columns", "dtype", "norms")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NORMS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    tensor: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    columns: int
+    dtype: str
+    norms: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, layer: _Optional[int] = ..., tensor: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., columns: _Optional[int] = ..., dtype: _Optional[str] = ..., norms: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class TracePart(_message.Message):
+    __slots__ = ("start", "rows", "data")
+    START_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    start: TraceStart
+    rows: TraceRows
+    data: bytes
+    def __init__(self, start: _Optional[_Union[TraceStart, _Mapping]] = ..., rows: _Optional[_Union[TraceRows, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...

@@ -50,6 +50,11 @@ class WorkerStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.AccountsRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.AccountsResponse.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_stream(
+                '/pdserve.v1.Worker/Trace',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.TraceRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.TracePart.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -70,7 +75,16 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Accounts(self, request, context):
-        """Every page, pin, grant and lease that is held now.
+        """Every page, pin, grant and lease that is held now, and every ticket that is out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Trace(self, request, context):
+        """Runs a prompt on this worker's engine, between its steps, and shows what each layer read, cached and wrote:
+        a start, then for each tensor its rows and their values. For `pdserve verify`. Refused (TRACE_OFF) unless the
+        worker's setting allow_trace is on; a prefix of other requests is neither read nor left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,6 +107,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Accounts,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.AccountsRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.AccountsResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_stream_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.TraceRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.TracePart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +195,33 @@ class Worker:
             '/pdserve.v1.Worker/Accounts',
             pdserve_dot_v1_dot_worker__pb2.AccountsRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.AccountsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Worker/Trace',
+            pdserve_dot_v1_dot_worker__pb2.TraceRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.TracePart.FromString,
             options,
             channel_credentials,
             insecure,

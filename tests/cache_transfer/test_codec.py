@@ -16,7 +16,7 @@ from cache_transfer.contract import CachePlane, encode
 from cache_transfer.digests import Manifest, frame_digest, logits_digest, proof
 from cache_transfer.messages import FrameHeader
 from cache_transfer.outbox import Outbox
-from pdserve.errors import DataLoss, Internal, InvalidRequest, PdserveError
+from pdserve.errors import DataLoss, Incompatible, Internal, InvalidRequest, PdserveError
 from tests.cache_transfer.support import make_contract, make_identity
 
 SECRET = bytes(range(32))
@@ -196,7 +196,7 @@ def test_a_frame_may_not_exceed_the_granted_size() -> None:
 def test_one_row_above_the_frame_size_cannot_be_sent() -> None:
     box = Outbox(make_contract(head_dim=8), 0, 4)
     box.announce(0, (0, 4))
-    with pytest.raises(InvalidRequest, match="head_dim"):
+    with pytest.raises(Incompatible, match="head_dim"):
         box.take(100, max_payload_bytes=31)
 
 

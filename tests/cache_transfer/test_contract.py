@@ -15,6 +15,7 @@ from cache_transfer.contract import (
     CachePlane,
     PositionScheme,
     WorkerContract,
+    cache_identity,
     check_compatible,
     check_identity,
     diff,
@@ -71,9 +72,10 @@ CHANGES: list[tuple[str, str, WorkerContract]] = [
     ("PAGE_SIZE", "convertible", replace(BASE, page_size=5)),
     ("PAGE_AXIS_ORDER", "convertible", replace(BASE, page_axis_order="nhd")),
     ("DEVICE", "convertible", replace(BASE, device="cuda")),
-    ("KV_DTYPE", "lossy", replace(BASE, kv_dtype="fp16")),
+    ("KV_DTYPE", "lossy", replace(BASE, kv_dtype="bf16")),
     ("WEIGHT_DTYPE", "lossy", replace(BASE, weight_dtype="fp16")),
     ("ACTIVATION_DTYPE", "lossy", replace(BASE, activation_dtype="fp16")),
+    ("ALLOW_LOSSY", "informational", replace(BASE, allow_lossy=True)),
     ("CONTEXT_LIMIT", "informational", replace(BASE, context_limit=1)),
     ("INFO.torch", "informational", replace(BASE, info={"torch": "3"})),
 ]
@@ -93,6 +95,49 @@ def test_each_field_alone_is_named(code: str, kind: str, changed: WorkerContract
     else:
         assert check_compatible(BASE, changed) == (found if kind == "convertible" else ())
     assert (refusals(found, allow_lossy=True) == found) == (kind == "must_equal")
+
+
+@pytest.mark.parametrize("sends", ["fp32", "bf16", "fp16", "float64"])
+@pytest.mark.parametrize("takes", ["fp32", "bf16", "fp16", "float64"])
+def test_only_these_precisions_are_converted_when_both_sides_agree(sends: str, takes: str) -> None:
+    """Nothing narrows into fp16, where values above 65504 would become infinite; float64 stays alone."""
+    left = replace(BASE, kv_dtype=sends, allow_lossy=True)
+    right = replace(BASE, kv_dtype=takes, allow_lossy=True)
+    if sends == takes:
+        assert check_compatible(left, right) == ()
+    elif takes in ("bf16", "fp32") and sends != "float64":
+        (found,) = check_compatible(left, right)
+        assert (found.code, found.left, found.right, found.kind) == ("KV_DTYPE", sends, takes, "lossy")
+    else:
+        with pytest.raises(Incompatible) as caught:
+            check_compatible(left, right)
+        assert caught.value.field == "KV_DTYPE" and "allow_lossy" not in caught.value.remedy
+
+
+@pytest.mark.parametrize("field", ["weight_dtype", "activation_dtype"])
+def test_other_numerics_may_differ_where_both_agree_but_not_from_float64(field: str) -> None:
+    left, right = replace(BASE, allow_lossy=True), replace(BASE, allow_lossy=True, **{field: "bf16"})  # type: ignore[arg-type]
+    assert [d.code for d in check_compatible(left, right)] == [field.upper()]
+    with pytest.raises(Incompatible) as caught:
+        check_compatible(left, replace(right, **{field: "float64"}))  # type: ignore[arg-type]
+    assert caught.value.field == field.upper()
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "third"), [(False, True, True), (True, False, True), (True, True, False)]
+)
+def test_loss_needs_the_consent_of_all(sender: bool, receiver: bool, third: bool) -> None:
+    left, right = replace(BASE, allow_lossy=sender), replace(BASE, kv_dtype="bf16", allow_lossy=receiver)
+    with pytest.raises(Incompatible) as caught:
+        check_compatible(left, right, allow_lossy=third)
+    assert caught.value.field == "KV_DTYPE" and "allow_lossy" in caught.value.remedy
+
+
+def test_pages_of_other_numerics_have_another_name_in_the_index() -> None:
+    other = replace(BASE, kv_dtype="bf16", allow_lossy=True)
+    assert cache_identity(BASE, None, "t") == cache_identity(BASE, None, "t", replace(BASE, page_size=9, device="cuda"))
+    assert cache_identity(BASE, None, "t") != cache_identity(BASE, None, "t", other)
+    assert other.digest() == BASE.digest()  # a permission and a precision change nothing that must be equal
 
 
 def test_every_field_of_a_contract_is_compared() -> None:

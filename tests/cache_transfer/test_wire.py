@@ -26,6 +26,7 @@ FULL = replace(
     positions=PositionScheme("rope", 5e5, 4, "llama3", (("factor", 8.0), ("low", 0.1)), 8192, True, False),
     attention=AttentionScheme(0.25, 30.0, (0, 128)),
     tokenizer_digest=b"t" * 32,
+    allow_lossy=True,
     context_limit=4096,
     info={"torch": "2", "kernel": ""},
 )

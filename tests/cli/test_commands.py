@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+KEY = "sk-0123456789abcdef"
 COMMANDS = ("up", "generate", "status", "down", "demo", "config")
 
 
@@ -87,11 +88,15 @@ def test_local_generation_answers_with_paris(environment: dict[str, str]) -> Non
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], subprocess.Popen[str], Path]]:
-    """`pdserve up` with the packaged model in deterministic mode, in a process of its own."""
+    """`pdserve up` with the packaged model in deterministic mode, for one tenant, in a process of its own."""
     folder = tmp_path_factory.mktemp("up")
     config = folder / "pdserve.toml"
-    config.write_text("[engine]\ndeterministic = true\npages = 128\n[router]\nport = 0\nhttp_port = 0\n")
-    environment = {**os.environ, "PDSERVE_STATE": str(folder / "up.json")}
+    config.write_text(
+        "[engine]\ndeterministic = true\npages = 128\n"
+        '[router]\nport = 0\nhttp_port = 0\ntenants = [{name = "us", keys_env = "OUR_KEYS"}]\n'
+    )
+    keys = {"OUR_KEYS": f"sk-another-0123456789 {KEY}", "PDSERVE_API_KEY": KEY}
+    environment = {**os.environ, "PDSERVE_STATE": str(folder / "up.json"), **keys}
     up = subprocess.Popen(
         [sys.executable, "-m", "pdserve.cli", "up", "--config", str(config)],
         env=environment,
@@ -173,6 +178,12 @@ class TestUp:
         assert sorted(worker["role"] for worker in shown["workers"]) == ["decode", "prefill"]
         assert [pair["fits"] for pair in shown["pairs"]] == [True]
         assert "yes" in pdserve(running[0], "status").stdout
+
+    def test_only_its_tenant_is_served(self, running: Running) -> None:
+        environment = {key: value for key, value in running[0].items() if key != "PDSERVE_API_KEY"}
+        done = pdserve(environment, "status")
+        assert done.returncode == 1 and "Bearer" in done.stderr
+        assert pdserve(environment, "status", "--api-key", KEY).returncode == 0
 
     def test_a_second_up_is_refused(self, running: Running) -> None:
         done = pdserve(running[0], "up")

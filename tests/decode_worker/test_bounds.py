@@ -165,7 +165,7 @@ async def test_a_stuck_step_does_not_keep_the_worker(
             try:
                 with caplog.at_level(logging.ERROR):
                     await asyncio.wait_for(r.worker.stop(), 5.0)
-                assert "1 requests with 22 pages are abandoned" in caplog.text
+                assert "1 requests with 3 pages are abandoned" in caplog.text
                 assert "an engine step that does not end is abandoned" in caplog.text
             finally:
                 free.set()
@@ -189,7 +189,7 @@ async def test_a_task_that_dies_during_a_step_frees_no_page_that_it_writes(caplo
         r.worker._background.spawn(die(), "planted task")
         with pytest.raises(Internal, match="the decode worker failed"):
             await call.answer()
-        assert sequence.stepping and r.worker.blocks.held_count == 22
+        assert sequence.stepping and r.worker.blocks.held_count == len(sequence.pages) >= 3
         await gate.open()
         await r.empty()
 

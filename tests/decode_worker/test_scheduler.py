@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cache_transfer.contract import WorkerContract
@@ -24,13 +26,12 @@ CONTRACT: WorkerContract = tiny_engine().contract()
 class Bench:
     """A scheduler over a few pages of four tokens."""
 
-    def __init__(self, pages: int = 16, max_batch: int = 4) -> None:
+    def __init__(self, pages: int = 16, **settings: Any) -> None:
         self.blocks = BlockManager(pages, 4)
         self.left: list[Outcome] = []
         self.granted: list[str] = []
-        self.scheduler = Scheduler(
-            self.blocks, 4, max_queue=8, max_batch=max_batch, on_exit=lambda _, o: self.left.append(o)
-        )
+        given: dict[str, Any] = {"max_queue": 8, "max_batch": 4, **settings}
+        self.scheduler = Scheduler(self.blocks, on_exit=lambda _, o: self.left.append(o), **given)
 
     def sequence(self, key: str, ids: tuple[int, ...], output: int, tenant: str = "t") -> Sequence:
         params = SamplingParams(temperature=0, max_tokens=output)
@@ -68,20 +69,23 @@ class Bench:
             sequence.stream._unread, sequence.stream.full_since = 0, None
 
 
-def test_a_grant_covers_all_future_growth() -> None:
+def test_a_grant_covers_what_arrives_and_the_first_growth_and_the_rest_comes_page_by_page() -> None:
     bench = Bench()
-    sequence = bench.sequence("a", prompt(6), 5)  # 6 + 4 cached tokens: three pages
+    sequence = bench.sequence("a", prompt(6), 5)  # 6 + 4 cached tokens in the end
     assert bench.blocks.held_count == 0
     bench.open(sequence)
-    assert (bench.blocks.held_count, len(sequence.pages), sequence.state) == (3, 3, State.GRANTED)
+    assert (bench.blocks.held_count, len(sequence.pages), sequence.state) == (2, 2, State.GRANTED)
     bench.verify(sequence)
     chunks: list[Chunk] = []
+    held: list[int] = []
     for _ in range(5):
         plan = bench.scheduler.plan()
         chunks += plan.step.chunks
+        held.append(bench.blocks.held_count)
         bench.scheduler.apply(plan, DecodeOutput({"a": Choice(7)}, StepCounters()))
         sequence.stream._unread, sequence.stream.full_since = 0, None
     assert [(c.start, len(c.pages)) for c in chunks] == [(6, 2), (7, 2), (8, 3), (9, 3)]
+    assert held == [2, 2, 2, 3, 3]
     assert bench.left == [Outcome("a", State.DONE)] and bench.blocks.held_count == 0
     # What was cached is findable: the prompt and all output but the last token, in full pages.
     assert bench.blocks.match(Prefix(b"t", (*prompt(6), 7, 7, 7, 7, 7), 4), 99)[1] == 8

@@ -123,12 +123,12 @@ async def test_it_tells_about_itself() -> None:
         pushing = asyncio.create_task(sender.run())
         await r.describe_until(lambda: r.worker.blocks.held_count > 0)
         accounts = await r.about.Accounts(worker_pb2.AccountsRequest())
-        assert (accounts.pages_total, accounts.pages_held, accounts.intact) == (64, 17, True)
+        assert (accounts.pages_total, accounts.pages_held, accounts.intact) == (64, 3, True)
         [holding] = accounts.holdings
-        assert (holding.owner, holding.kind, holding.pages) == ("r#1", "grant", 17)
+        assert (holding.owner, holding.kind, holding.pages) == ("r#1", "grant", 3)
         assert 0 < holding.deadline_left_s <= r.worker.settings.receive_s
         status = await r.about.Describe(worker_pb2.DescribeRequest())
-        assert (status.load.waiting, status.load.queued_tokens, status.load.pages_held) == (1, 9, 17)
+        assert (status.load.waiting, status.load.queued_tokens, status.load.pages_held) == (1, 9, 3)
         pushing.cancel()
         await asyncio.wait({pushing})
 

@@ -12,7 +12,7 @@ Change = Callable[[WorkerContract], WorkerContract]
 
 CONVERTIBLE = {"page_size", "page_axis_order", "device"}
 LOSSY = {"kv_dtype", "weight_dtype", "activation_dtype"}
-INFORMATIONAL = {"context_limit", "info"}
+INFORMATIONAL = {"context_limit", "info", "allow_lossy"}
 
 # What every test contract gets where it differs from a rotary model without a tokenizer.
 _POSITIONS: dict[str, Any] = {

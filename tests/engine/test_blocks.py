@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -91,21 +93,93 @@ def test_misuse_is_an_internal_error() -> None:
         BlockManager(0, 2)
 
 
-@pytest.mark.parametrize("fault", ["references", "free and held", "index"])
-def test_check_integrity_sees_broken_books(fault: str) -> None:
+def _plant(manager: BlockManager, fault: str) -> None:
+    """Breaks one statement of the books; pages 0 and 1 are held, 2 is cached below nothing, 3 is free."""
+    if fault == "page 0 has -1 references":
+        manager._references[0] = -1
+    elif fault == "page 0: 2 references, 1 owned":
+        manager._references[0] = 2
+    elif fault == "page 1: 1 references, 2 owned":
+        manager._owners["s"] = Counter([1])
+    elif fault == "listed as an owner of nothing":
+        manager._owners["s"] = Counter()
+    elif fault == "r is listed as an owner of nothing":
+        manager._owners["r"][3] = 0
+    elif fault == "a page is free twice":
+        manager._free.append(3)
+    elif fault == "there is no page 7":
+        manager._free.append(7)
+    elif fault == "page 1 is in 2 states":
+        manager._free.append(1)
+    elif fault == "page 3 is in 0 states":
+        manager._free.remove(3)
+    elif fault == "page 2 is free and findable":
+        del manager._idle[2]
+        manager._free.append(2)
+    elif fault == "page 3 is kept for reuse, and nobody can find it":
+        manager._free.remove(3)
+        manager._idle[3] = None
+    elif fault == "page 0 is indexed wrongly":
+        manager._cached[0] = CachedPage(Link(b"k", b"p", A, b"12"), 0)
+    elif fault == "page 2 does not match its key":
+        _relink(manager, 2, content=b"other")
+    elif fault == "page 2 hangs below a page that is gone":
+        link = manager._cached[2].link
+        _relink(manager, 2, parent=b"gone", key=blocks._chain(b"gone", link.content))
+    elif fault == "differ in number":
+        manager._index[b"k"] = manager._cached[2]
+    else:
+        manager._children.clear()
+
+
+def _relink(manager: BlockManager, page: int, **changes: bytes) -> None:
+    old = manager._cached[page]
+    new = CachedPage(replace(old.link, **changes), page)
+    del manager._index[old.link.key]
+    manager._index[new.link.key] = manager._cached[page] = new
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "page 0 has -1 references",
+        "page 0: 2 references, 1 owned",
+        "page 1: 1 references, 2 owned",
+        "listed as an owner of nothing",
+        "r is listed as an owner of nothing",
+        "a page is free twice",
+        "there is no page 7",
+        "page 1 is in 2 states",
+        "page 3 is in 0 states",
+        "page 2 is free and findable",
+        "page 3 is kept for reuse, and nobody can find it",
+        "page 0 is indexed wrongly",
+        "page 2 does not match its key",
+        "page 2 hangs below a page that is gone",
+        "differ in number",
+        "the tree of pages does not list every page",
+    ],
+)
+def test_check_integrity_names_each_broken_statement(fault: str) -> None:
     manager = BlockManager(4, 2)
     pages = manager.allocate("r", 2)
     manager.publish(prefix(A, (1, 2)), pages)
+    manager.publish(prefix(B, (5, 6)), manager.allocate("s", 1))
+    manager.release("s")
     manager.check_integrity()
-    if fault == "references":
-        manager._references[pages[0]] = -1
-    elif fault == "free and held":
-        manager._free.append(pages[1])
-    else:
-        manager._cached[pages[0]] = CachedPage(Link(b"k", b"p", A, b"12"), pages[0])
-    with pytest.raises(Internal) as error:
+    _plant(manager, fault)
+    with pytest.raises(Internal, match=fault) as error:
         manager.check_integrity()
     assert error.value.reason == "PAGE_BOOKS"
+
+
+def test_what_would_be_left_beside_pages_that_are_retained() -> None:
+    manager = BlockManager(4, 2)
+    pages = manager.allocate("r", 2)
+    manager.publish(prefix(A, (1, 2, 3, 4)), pages)
+    assert manager.available_beside(pages) == manager.available_count == 2  # held already
+    manager.release("r")
+    assert (manager.available_count, manager.available_beside(pages), manager.available_beside(pages[:1])) == (4, 2, 3)
 
 
 def test_ten_thousand_random_steps_on_eight_pages() -> None:

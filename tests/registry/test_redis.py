@@ -60,6 +60,21 @@ async def test_an_outage_is_unavailable_and_ends_with_a_restart(redis_server: Re
     await registry.close()
 
 
+async def test_a_server_that_lost_its_memory_unnoticed_is_unavailable_once(redis_server: RedisServer) -> None:
+    registry, other = RedisRegistry(redis_server.url), RedisRegistry(redis_server.url)
+    await registry.register(record())
+    for each in (registry, other):
+        assert [live.record for live in await each.snapshot()] == [record()]
+    redis_server.kill()
+    redis_server.start()
+    for each in (registry, other):
+        with pytest.raises(Unavailable) as caught:
+            await each.snapshot()
+        assert caught.value.reason == "REGISTRY_UNAVAILABLE" and "memory" in str(caught.value)
+        assert await each.snapshot() == ()
+        await each.close()
+
+
 async def test_a_server_that_hangs_is_unavailable_in_bounded_time(redis_server: RedisServer) -> None:
     registry = RedisRegistry(redis_server.url, timeout_s=0.3)
     await registry.register(record())
@@ -113,7 +128,8 @@ async def test_ended_workers_leave_nothing_in_redis(shared_redis: RedisServer) -
     await raw.blpop("nothing", timeout=0.2)  # time passes on the server, whose clock ends the lease
     assert await raw.keys("*") == [b"pdserve:workers"]
     assert await registry.snapshot() == ()
-    assert await raw.keys("*") == []
+    assert await raw.keys("*") == [b"pdserve:birth"]
+    assert 0 < await raw.ttl("pdserve:birth") <= 3600
     await registry.close()
     await raw.aclose()
 

@@ -13,7 +13,7 @@ from cache_transfer.contract import Endpoint, HandoffIdentity, Ticket, WorkerCon
 from cache_transfer.wire import contract_to_proto, identity_to_proto, ticket_to_proto
 from pdserve.errors import PdserveError
 from pdserve.rpc.convert import finish_to_proto, tokens_to_proto
-from pdserve.rpc.events import Finish, TokenBatch
+from pdserve.rpc.events import Finish, TokenBatch, Usage
 from pdserve.rpc.server import Server
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -45,7 +45,9 @@ class BadPrefill(prefill_pb2_grpc.PrefillServicer):
 
 @dataclass
 class BadDecode(decode_pb2_grpc.DecodeServicer):
-    """Admits, sends `tokens`, and then ends as `end` says: an error, a finish, or a stream that just closes."""
+    """Admits, sends `tokens` (after those of `open`), and then ends as `end` says: an error, a finish, or a stream
+    that just closes.
+    """
 
     contract: WorkerContract
     tokens: int = 0
@@ -55,6 +57,8 @@ class BadDecode(decode_pb2_grpc.DecodeServicer):
     change: Callable[[HandoffIdentity], HandoffIdentity] = lambda identity: identity
     calls: int = 0
     mute: bool = False  # never even admits
+    shift: int = 0  # of the index that its tokens claim to begin at
+    more: int = 0  # tokens that its finish counts besides those it sent
 
     async def Generate(
         self, requests: AsyncIterator[decode_pb2.DecodeRequest], context: Any
@@ -67,17 +71,19 @@ class BadDecode(decode_pb2_grpc.DecodeServicer):
         yield decode_pb2.DecodeEvent(admitted=self._admitted(opening))
         if self.complete:
             assert (await anext(messages)).WhichOneof("request") == "retry"
-        for index in range(self.tokens):
-            yield decode_pb2.DecodeEvent(tokens=tokens_to_proto(TokenBatch(index, (index,), b"x")))
+        begin = opening.forwarded_tokens
+        for index in range(begin, begin + self.tokens):
+            yield decode_pb2.DecodeEvent(tokens=tokens_to_proto(TokenBatch(index + self.shift, (index,), b"x")))
         if self.wait is not None:
             await self.wait.wait()
         if isinstance(self.end, PdserveError):
             raise self.end
         if isinstance(self.end, Finish):
-            yield decode_pb2.DecodeEvent(finish=finish_to_proto(self.end))
+            usage = Usage(len(opening.prompt_ids), begin + self.tokens + self.more)
+            yield decode_pb2.DecodeEvent(finish=finish_to_proto(replace(self.end, usage=usage)))
 
     def _admitted(self, opening: decode_pb2.DecodeOpen) -> decode_pb2.Admitted:
-        ids = tuple(opening.prompt_ids)
+        ids = (*opening.prompt_ids, *opening.output_ids)
         identity = HandoffIdentity(self.contract.digest(), None, opening.tenant, prompt_digest(ids), 0, len(ids))
         ticket = Ticket(
             handoff_id=secrets.token_bytes(16),

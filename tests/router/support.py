@@ -189,11 +189,11 @@ class House:
             stub: Any = worker_pb2_grpc.WorkerStub(self.router.channels.get(worker.address))
             try:
                 async with asyncio.timeout(timeout_s):
-                    while (accounts := await stub.Accounts(worker_pb2.AccountsRequest(), timeout=5)).pages_held:
+                    while (accounts := await stub.Accounts(worker_pb2.AccountsRequest(), timeout=5)).holdings:
                         continue
             except TimeoutError:
                 raise AssertionError(f"{worker.worker_id} still holds {accounts.holdings}") from None
-            assert accounts.intact and not accounts.holdings, accounts
+            assert accounts.intact and not accounts.pages_held, accounts
             assert accounts.pages_free + accounts.pages_cached == accounts.pages_total
         assert self.router.orchestrator.active == 0
 

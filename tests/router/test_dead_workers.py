@@ -26,10 +26,13 @@ IDS = prompt(40, seed=9, vocab=VOCAB)
 
 
 @asynccontextmanager
-async def process(made: House, role: str, worker_id: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def process(
+    made: House, role: str, worker_id: str, lease_s: float = REGISTRY.lease_s
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """A worker process that has registered with the router's embedded registry, over gRPC."""
+    arguments = (role, worker_id, f"grpc://{made.router.address}", str(lease_s))
     worker = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.router.worker_process", role, worker_id, f"grpc://{made.router.address}"),
+        *(sys.executable, "-m", "tests.router.worker_process", *arguments),
         stdout=asyncio.subprocess.PIPE,
     )
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -55,7 +56,7 @@ MUST_EQUAL = {
     "TOKENIZER_DIGEST": replace(C, tokenizer_digest=b""),
 }
 LOSSY = {
-    "KV_DTYPE": replace(C, kv_dtype="fp16"),
+    "KV_DTYPE": replace(C, kv_dtype="bf16"),
     "WEIGHT_DTYPE": replace(C, weight_dtype="bf16"),
     "ACTIVATION_DTYPE": replace(C, activation_dtype="bf16"),
 }
@@ -81,11 +82,31 @@ def test_each_must_equal_field_alone_refuses_and_is_named(code: str, allow_lossy
 
 
 @pytest.mark.parametrize("code", LOSSY)
-def test_a_lossy_difference_refuses_unless_it_is_allowed(code: str) -> None:
-    members = [member("p", PREFILL), member("d", DECODE, LOSSY[code])]
-    assert [d.code for d in Gate().judge(members).rejections[0].differences] == [code]
-    (match,) = Gate(allow_lossy=True).judge(members).matches
-    assert [d.code for d in match.conversions] == [code]
+@pytest.mark.parametrize("consent", list(itertools.product([False, True], repeat=3)))
+def test_a_lossy_difference_refuses_unless_router_and_both_workers_allow_it(
+    code: str, consent: tuple[bool, bool, bool]
+) -> None:
+    prefill, decode, router = consent
+    left = member("p", PREFILL, replace(C, allow_lossy=prefill))
+    right = member("d", DECODE, replace(LOSSY[code], allow_lossy=decode))
+    gate = Gate(router)
+    verdict = gate.judge([left, right])
+    assert gate.fits(left, right) == all(consent)
+    if all(consent):
+        assert [(d.code, d.kind) for d in verdict.matches[0].conversions] == [(code, "lossy")]
+        return
+    assert [d.code for d in verdict.rejections[0].differences] == [code]
+    error = explain([left, right], verdict, "tiny")
+    assert error.field == code and "allow_lossy" in error.remedy
+
+
+def test_workers_that_consent_and_workers_that_do_not_are_told_apart() -> None:
+    """Equal in all else, so only one of them may be paired across precisions."""
+    willing, other = replace(C, allow_lossy=True), replace(LOSSY["KV_DTYPE"], allow_lossy=True)
+    members = [member("p0", PREFILL, willing), member("p1", PREFILL), member("d", DECODE, other)]
+    verdict = Gate(allow_lossy=True).judge(members)
+    assert [[p.id for p in match.prefills] for match in verdict.matches] == [["p0"]]
+    assert [rejection.prefill_ids for rejection in verdict.rejections] == [("p1",)]
 
 
 @pytest.mark.parametrize("code", CONVERTIBLE)

@@ -133,8 +133,8 @@ def test_the_widest_pair_is_that_of_all_pairs() -> None:
         assert widest(matches) == max(rooms, key=lambda r: (r.prompt, r.total))
 
 
-def test_a_whole_answer_is_reserved_but_its_last_token_and_nothing_for_logits_alone() -> None:
-    assert [cache_tokens(20, max_tokens) for max_tokens in (1, 2, 100)] == [0, 21, 119]
+def test_what_arrives_and_the_first_growth_count_and_nothing_for_logits_alone() -> None:
+    assert [cache_tokens(20, max_tokens) for max_tokens in (1, 2, 100)] == [0, 21, 21]
 
 
 def test_placement_keeps_to_fitting_groups() -> None:

@@ -15,8 +15,9 @@ from pdserve.errors import Exhausted, Incompatible, Unavailable
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.records import DECODE, PREFILL, Load
 from pdserve.request import SamplingParams
+from pdserve.rpc.events import TokenBatch
 from router.channels import WorkerChannels
-from router.gate import Gate
+from router.gate import Gate, Pair
 from router.intake import Intake
 from router.planner import Planner
 from router.pool import Pool
@@ -112,6 +113,85 @@ async def test_what_was_asked_for_by_name_is_not_cut() -> None:
         planner(pool).choose(Account(request_for(200)))
     assert caught.value.reason == "WORKERS_CHANGED" and caught.value.retryable
     assert planner(pool).choose(Account(request_for(20))).decode.id == "small"
+
+
+async def test_the_end_of_an_answer_may_come_nearer_but_never_moves_away() -> None:
+    """A worker lets go of the text it held back at the end it knows of, and text cannot be taken back."""
+    pool = await pool_of(p0=WIDE, wide=WIDE, small=SMALL)
+    pairs = {pair.decode.id: pair for match in pool.verdict(MODEL).matches for pair in match.pairs()}
+    account = Account(request_for(200, least_tokens=1))
+    assert (give(account, pairs["wide"], 3).max_tokens, account.limit) == (200, 200)
+    # A pair that gave nothing decides nothing.
+    account.attempt(pairs["small"])
+    assert account.fitted(pairs["small"]).max_tokens == account.max_tokens == 25
+    assert account.fitted(pairs["wide"]).max_tokens == 200
+    assert give(account, pairs["small"], 2).output_ids == (0, 1, 2)
+    assert account.fitted(pairs["wide"]).max_tokens == account.limit == 25
+    # Nor does it come nearer than to one token more.
+    give(account, pairs["wide"], 20)
+    assert (account.output_tokens, account.least_tokens, account.prefill_tokens) == (25, 25, 40 + 24)
+
+
+def give(account: Account, pair: Pair, tokens: int) -> Request:
+    """An attempt that gives so many tokens and then fails; what the pair was sent."""
+    account.attempt(pair)
+    sent = account.fitted(pair)
+    first = account.output_tokens
+    account.tokens(TokenBatch(first, tuple(range(first, first + tokens))))
+    account.failed(pair.decode, Exhausted("full"))
+    return sent
+
+
+async def test_after_tokens_the_pairs_that_had_failed_before_them_are_tried_again() -> None:
+    plan = planner(await pool_of(p0=WIDE, d0=WIDE, d1=WIDE))
+    account = Account(request_for(8))
+    first = plan.choose(account)
+    account.attempt(first)
+    account.failed(first.decode, Exhausted("full"))
+    second = plan.choose(account)
+    give(account, second, 2)
+    assert plan.choose(account).decode.id == first.decode.id != second.decode.id
+    give(account, plan.choose(account), 1)
+    assert plan.choose(account).decode.id == second.decode.id
+    account.attempt(second)
+    account.failed(second.decode, Exhausted("full"))
+    with pytest.raises(Exhausted):  # neither has given a token since
+        plan.choose(account)
+
+
+async def test_an_answer_goes_on_where_it_is_computed_in_the_same_way() -> None:
+    registry = MemoryRegistry()
+    for precision in ("fp32", "bf16"):
+        of = contract(kv_dtype=precision, weight_dtype=precision, activation_dtype=precision)
+        for number in range(2):
+            await registry.register(record(f"p-{precision}-{number}", PREFILL, of))
+            await registry.register(record(f"d-{precision}-{number}", DECODE, of))
+    pool = Pool(registry, Gate(), refresh_s=60.0)
+    await pool.refresh()
+    plan = planner(pool)
+    for _ in range(10):
+        account = Account(request_for(8))
+        first = plan.choose(account)
+        precision = first.decode.record.contract.kv_dtype
+        give(account, first, 1)
+        for _ in range(3):  # the other pairs of that precision
+            pair = plan.choose(account)
+            assert pair.decode.record.contract.kv_dtype == precision
+            account.attempt(pair)
+            account.failed(pair.decode, Exhausted("full"))
+        assert not any("precision" in note for note in account.notes)
+        other = plan.choose(account)
+        assert other.decode.record.contract.kv_dtype != precision
+        account.attempt(other)
+        assert any("precision" in note for note in account.notes)
+
+
+async def test_why_a_pair_was_chosen_is_told() -> None:
+    plan = planner(await pool_of(p0=WIDE, p1=WIDE, d0=WIDE, d1=WIDE, d2=SMALL))
+    pair = plan.choose(Account(request_for(100)))
+    # d2 has no room for it; an idle prefill worker has the prompt's 40 tokens to compute.
+    assert (pair.choice.prefill_candidates, pair.choice.decode_candidates) == (2, 2)
+    assert (pair.choice.prefill_cost, pair.choice.decode_cost) == (40.0, 0.0)
 
 
 async def test_the_reason_for_no_pair_at_all_is_the_pools() -> None:

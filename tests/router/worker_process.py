@@ -1,4 +1,4 @@
-"""`python -m tests.router.worker_process ROLE ID REGISTRY`: a worker in a process of its own, to be killed."""
+"""`python -m tests.router.worker_process ROLE ID REGISTRY [LEASE]`: a worker in a process of its own, to be killed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from tests.router.support import ENGINE, LONG_CONTEXT, MODEL, REGISTRY, bundle, 
 LONG_ENGINE = replace(ENGINE, pages=LONG_CONTEXT // ENGINE.page_size)
 
 
-async def main(role: str, worker_id: str, url: str) -> None:
-    registry = open_registry(url, REGISTRY)
-    shared = {"worker_id": worker_id, "name": MODEL, "engine": LONG_ENGINE, "registry": REGISTRY}
+async def main(role: str, worker_id: str, url: str, lease_s: str = "") -> None:
+    leased = replace(REGISTRY, lease_s=float(lease_s)) if lease_s else REGISTRY
+    registry = open_registry(url, leased)
+    shared = {"worker_id": worker_id, "name": MODEL, "engine": LONG_ENGINE, "registry": leased}
     loaded = model(context=LONG_CONTEXT)
     worker: PrefillWorker | DecodeWorker
     if role == PREFILL:
@@ -36,4 +37,4 @@ async def main(role: str, worker_id: str, url: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(main(*sys.argv[1:4]))
+    asyncio.run(main(*sys.argv[1:]))

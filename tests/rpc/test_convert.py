@@ -11,7 +11,17 @@ import pytest
 from pdserve.errors import FieldDifference, InvalidRequest
 from pdserve.request import SamplingParams
 from pdserve.rpc import convert
-from pdserve.rpc.events import Accepted, Finish, HandoffRecord, PositionLogprobs, TokenBatch, TokenLogprob, Usage
+from pdserve.rpc.events import (
+    Accepted,
+    AttemptRecord,
+    Finish,
+    GroupPair,
+    HandoffRecord,
+    PositionLogprobs,
+    TokenBatch,
+    TokenLogprob,
+    Usage,
+)
 from pdserve.v1 import common_pb2, gateway_pb2
 
 FULL = SamplingParams(
@@ -31,9 +41,15 @@ FULL = SamplingParams(
     ignore_eos=True,
     logprobs=0,
 )
-RECORD = HandoffRecord(
-    "id", "p", "d", 2, 10, 8, 6, 2**40, 12, 1.5, 2.5, 3.5, 4.5, 5.5, (FieldDifference("PAGE_SIZE", "8", "16"),), ("n",)
+PAGE_SIZE = FieldDifference("PAGE_SIZE", "8", "16")
+ATTEMPT = AttemptRecord(
+    "p", "d", 3, 4, 5.5, 6.5, "LOST", "e", 7, 8, 9.5, 10.5, 11.5, 12.5, 13, 14, 2**41, 15, 16.5, 17.5, 18.5, 19.5
 )
+RECORD = HandoffRecord(
+    "id", "p", "d", 2, 10, 8, 6, 2**40, 12, 1.5, 2.5, 3.5, 4.5, 5.5, (PAGE_SIZE,), ("n",), 9, "stop",
+    6.5, 7.5, 8.5, 9.5, 10.5, (GroupPair(("p",), ("d", "e"), 1, 2, (PAGE_SIZE,)),), (GroupPair((), (), 3, 4),),
+    (ATTEMPT, AttemptRecord()),
+)  # fmt: skip
 CHOSEN = TokenLogprob(5, -0.5, 3)
 BATCH = TokenBatch(4, (5, 6), b"\xc3\xa9", (PositionLogprobs(CHOSEN, (TokenLogprob(1, -0.1, 0), CHOSEN)),) * 2, 1)
 
@@ -43,7 +59,7 @@ def over_the_wire(message: Any) -> Any:
 
 
 def test_the_samples_here_leave_no_field_at_its_default() -> None:
-    for sample, default in ((FULL, SamplingParams()), (RECORD, HandoffRecord())):
+    for sample, default in ((FULL, SamplingParams()), (RECORD, HandoffRecord()), (ATTEMPT, AttemptRecord())):
         assert [f.name for f in fields(sample) if getattr(sample, f.name) == getattr(default, f.name)] == []
 
 
@@ -119,6 +135,8 @@ def test_record_and_accepted_round_trip() -> None:
     ("message", "value"),
     [
         (common_pb2.HandoffRecord, HandoffRecord),
+        (common_pb2.AttemptRecord, AttemptRecord),
+        (common_pb2.GroupPair, GroupPair),
         (common_pb2.TokenBatch, TokenBatch),
         (common_pb2.Finish, Finish),
         (common_pb2.Usage, Usage),

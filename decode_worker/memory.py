@@ -1,0 +1,155 @@
+"""Which sequences have pages. Bookkeeping only, for the scheduler; no torch, no clock.
+
+A sequence that runs gets a page just before the step that needs it. When none is left the
+youngest one is preempted: it loses its pages, and takes them back later, oldest first, to
+compute again what they held. The victim is never the oldest of those that can compute, and
+every request fits the pool alone, so somebody always goes on.
+
+Whoever wants pages without running yet (a grant, a preempted sequence) must leave
+`growth_watermark` of the pool for the growth of those that run. A cache in transfer counts with
+what it holds, in which its first growth is included. The watermark does not apply when nobody
+holds pages, so that nothing waits for ever.
+
+Pinned prefixes of waiting requests cannot be taken back. They are at most half of the pool, they
+expire, and none is added while a sequence lacks pages: one that cannot grow because of them pauses.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+from decode_worker.sequence import RUNNING, Sequence, State
+from pdserve.engine.blocks import BlockManager
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Memory:
+    """Owned by the scheduler; changes `pages`, `held`, `cached` and the prefix of its sequences.
+
+    Args:
+        waiting, running: the scheduler's own lists; `running` is oldest first.
+        growth_watermark: share of the pool, rounded up to pages.
+    """
+
+    blocks: BlockManager
+    waiting: list[Sequence]
+    running: list[Sequence]
+    growth_watermark: float
+    preemptions: int = 0
+    stuck: bool = False  # in the last plan a sequence could not grow
+
+    # -- before the cache is here ------------------------------------------------------------
+
+    def pin(self, sequence: Sequence) -> None:
+        """Pins the prefix that is here already, if there may be one more pin. All but the last token at most:
+        that one's logits must be computed, so it travels.
+        """
+        if self.lacking:
+            return
+        pages, tokens = self.blocks.match(sequence.prefix, len(sequence.ids) - 1)
+        if len(pages) + self.pinned <= self.blocks.pages // 2:
+            self.blocks.retain(sequence.pin, pages)
+            sequence.held, sequence.cached = pages, tokens
+
+    @property
+    def pinned(self) -> int:
+        """Pages pinned by requests that have no grant yet, shared ones counted once per request."""
+        return sum(len(s.held) for s in self.waiting if not s.pages)
+
+    @property
+    def lacking(self) -> bool:
+        """A sequence that runs could go on if it had pages: nobody new gets any."""
+        return self.stuck or bool(self._preempted())
+
+    @property
+    def alone(self) -> bool:
+        """Nobody holds pages, pinned prefixes aside."""
+        return not any(s.pages for s in self.waiting) and not any(s.pages for s in self.running)
+
+    def grant(self, sequence: Sequence) -> bool:
+        """Pages for what arrives and its first growth; False, with nothing changed, if they do not fit."""
+        fresh = self._pages_ahead(sequence, len(sequence.ids)) - len(sequence.held)
+        if not self._fits(self.blocks.available_count - fresh):
+            return False
+        sequence.pages = (*sequence.held, *self.blocks.allocate(sequence.key, fresh))
+        return True
+
+    # -- while it runs -----------------------------------------------------------------------
+
+    def grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Sees to it that it has pages for `tokens` tokens, at others' cost if need be; False: not now."""
+        missing = self.blocks.pages_for(tokens) - len(sequence.pages)
+        while missing > self.blocks.available_count:
+            victim = self._victim(sequence)
+            if victim is None:
+                return False
+            self.preempt(victim)
+        if missing > 0:
+            sequence.pages += self.blocks.allocate(sequence.key, missing)
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes all pages of a sequence that no step writes; the full ones stay findable until they are needed."""
+        log.info("%s: preempted, %d tokens were cached", sequence.key, sequence.cached)
+        self.publish(sequence)
+        self.release(sequence)
+        sequence.cached = 0
+        sequence.move(State.PREEMPTED)
+        self.preemptions += 1
+
+    def resume(self) -> None:
+        """Gives preempted sequences their pages back, oldest first. One that does not fit holds the others back,
+        unless only pinned prefixes are in its way.
+        """
+        for sequence in self._preempted():
+            if not self._take_back(sequence) and not self.alone:
+                return
+
+    def publish(self, sequence: Sequence) -> None:
+        """Full pages of verified content only: the handoff's tokens, then what was decoded."""
+        if sequence.pages and sequence.state in RUNNING:
+            sequence.prefix.extend(sequence.tokens(len(sequence.prefix), sequence.length))
+            self.blocks.publish(sequence.prefix, sequence.pages[: sequence.cached // self.blocks.page_size])
+
+    def release(self, sequence: Sequence) -> None:
+        """Everything it holds goes back. Nothing writes there any more."""
+        self.blocks.release(sequence.key)
+        self.blocks.release(sequence.pin)
+        sequence.pages = sequence.held = ()
+
+    def _preempted(self) -> list[Sequence]:
+        """Those that would go on if they had pages."""
+        return [s for s in self.running if s.state is State.PREEMPTED and s.ready]
+
+    def _take_back(self, sequence: Sequence) -> bool:
+        """Finds what is left of its cache and takes room for the rest; False, with nothing changed: no room."""
+        # Without first logits those of its last token must be computed.
+        limit = sequence.length - (sequence.first is None)
+        found, tokens = self.blocks.match(sequence.prefix, limit)
+        fresh = self._pages_ahead(sequence, sequence.length) - len(found)
+        if not self._fits(self.blocks.available_beside(found) - fresh):
+            return False
+        self.blocks.retain(sequence.key, found)
+        sequence.pages = (*found, *self.blocks.allocate(sequence.key, fresh))
+        sequence.cached = tokens
+        sequence.move(State.DECODING if sequence.first is None else State.VERIFIED)
+        return True
+
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        """The youngest that is younger than `sequence`, or else the youngest whose reader does not keep up."""
+        at = self.running.index(sequence)
+        older, younger = self.running[:at], self.running[at + 1 :]
+        paused = [s for s in older if not s.ready]
+        return next((s for s in (*reversed(younger), *reversed(paused)) if s.pages and not s.stepping), None)
+
+    def _pages_ahead(self, sequence: Sequence, tokens: int) -> int:
+        """Pages for `tokens` tokens and the first growth after them."""
+        return self.blocks.pages_for(min(tokens + 1, sequence.cache_tokens))
+
+    def _fits(self, left: int) -> bool:
+        """Whether `left` available pages are enough for the growth of everybody else."""
+        return left >= (0 if self.alone else math.ceil(self.growth_watermark * self.blocks.pages))

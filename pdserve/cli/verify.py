@@ -1,0 +1,196 @@
+"""`pdserve verify`: does one configuration compute what another does, and if not, where does it begin?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pdserve.cli.console import fail, progress
+from pdserve.errors import ConfigError, PdserveError
+
+if TYPE_CHECKING:
+    from pdserve.verify.compare import Comparison, Finding
+
+Option = typer.Option
+out = Console(highlight=False)
+
+DEFAULT = ("smollm2", "chunked", "batched", "reused", "handoff")
+EQUAL, DIVERGED, UNUSABLE = 0, 1, 2
+
+
+def verify(
+    sides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SIDE", help="The baseline, and what to compare with it."),
+    ] = None,
+    against: Annotated[list[str] | None, Option(help="One more side to compare with the baseline. Repeatable.")] = None,
+    prompt: Annotated[list[str] | None, Option(help="Text to run. Repeatable; default: four prompts.")] = None,
+    token_ids: Annotated[list[str] | None, Option(help="Prompt as token ids, such as '1,2,3'. Repeatable.")] = None,
+    tokens: Annotated[int, Option(help="Greedy tokens to generate after each prompt.")] = 4,
+    tolerance: Annotated[
+        float | None, Option(help="Relative error allowed; default: that of the coarser dtype.")
+    ] = None,
+    every: Annotated[bool, Option("--all", help="Show every tensor of every layer, not one row per layer.")] = False,
+    as_json: Annotated[
+        Path | None, Option("--json", help="Write the whole report to this file; '-': print it.")
+    ] = None,
+    config: Annotated[
+        Path | None, Option(help="TOML file; its model, precision and pages hold for the baseline.")
+    ] = None,
+) -> None:
+    """Run the same prompts in two ways and compare them layer by layer.
+
+    \b
+    pdserve verify                                    the packaged model: chunks, batches, prefix reuse, handoff
+    pdserve verify ./model --against transformers     ours against the peer library
+    pdserve verify ./model.gguf ./model-directory     two checkpoints of one model
+    pdserve verify ./model bf16 kv:bf16,page:32       precisions and layouts
+    pdserve verify worker:127.0.0.1:7001 worker:127.0.0.1:7002
+
+    \b
+    A side is words joined by commas. What it does not say it takes over from the baseline.
+      what runs     PATH, smollm2, transformers, worker:HOST:PORT (a prefill worker with allow_trace = true)
+      precision     fp32, bf16, fp16, float64, kv:TYPE, fast, deterministic
+      cache         page:N, hnd, nhd, device:NAME
+      steps         whole, chunked, chunked:N
+      company       alone, batched, batched:N, reused, reused:N, handoff
+
+    \b
+    Compared exactly: positions, cached tokens, visible keys. Within a tolerance: each layer's input (x),
+    cached k and v, attention, output (y), the raw logits and the ranks of the best ids.
+    Exit status: 0 equal within tolerance, 1 not equal (the first place is named), 2 could not compare.
+    """
+    try:
+        equal = _verify(
+            sides or [], against or [], prompt or [], token_ids or [], tokens, tolerance, every, as_json, config
+        )
+    except PdserveError as error:
+        fail(error)
+        raise typer.Exit(UNUSABLE) from None
+    raise typer.Exit(EQUAL if equal else DIVERGED)
+
+
+def _verify(
+    sides: list[str],
+    against: list[str],
+    texts: list[str],
+    token_ids: list[str],
+    tokens: int,
+    tolerance: float | None,
+    every: bool,
+    as_json: Path | None,
+    config: Path | None,
+) -> bool:
+    # torch takes seconds to import; --help and the other commands do not need it.
+    import torch
+
+    from pdserve.config import load_config
+    from pdserve.verify.report import to_json
+    from pdserve.verify.run import Request, verify
+    from pdserve.verify.sides import Side, parse_side
+
+    settings = load_config(config)
+    engine = settings.decode.engine
+    torch.set_num_threads(engine.threads)
+    base = Side("baseline", model=settings.model.path, engine=engine)
+    words = [*sides, *against]
+    if not words:
+        words = [settings.model.path, *DEFAULT[1:]]
+    first = parse_side(words[0], base)
+    others = [parse_side(text, first) for text in (words[1:] or DEFAULT[1:])]
+    request = Request(
+        texts=texts,
+        ids=[_ids(text) for text in token_ids],
+        tokens=tokens,
+        tolerance=tolerance,
+        rpc=settings.prefill.rpc,
+    )
+    comparisons, prompts = verify([first, *others], request, progress)
+    if as_json is None or str(as_json) != "-":
+        show(comparisons, every)
+    if as_json is not None:
+        _write(as_json, json.dumps(to_json(comparisons, prompts, tokens), indent=1))
+    return all(comparison.equal for comparison in comparisons)
+
+
+def show(comparisons: Iterable[Comparison], every: bool) -> None:
+    """One table per comparison, then the verdict."""
+    from pdserve.verify.diagnose import diagnose
+    from pdserve.verify.report import by_layer, place
+
+    for comparison in comparisons:
+        findings = comparison.findings if every else by_layer(comparison)
+        out.print(_table(comparison, findings))
+        first = comparison.first
+        left, right = comparison.left.side.text, comparison.right.side.text
+        if comparison.equal:
+            bits = all(finding.bits_equal for finding in comparison.findings)
+            how = "bit for bit" if bits else f"within {comparison.tolerance:.0e}"
+            out.print(Text(f"{right} equals {left} {how}\n", style="green"))
+            continue
+        if first is not None:
+            where = place(first, comparison)
+            text = f"{right} differs from {left}; it begins at: {where}"
+            out.print(Text(f"{text}: {first.detail}" if first.detail else text, style="red"))
+        for hint in diagnose(comparison):
+            out.print(Text(f"  {hint}"))
+        out.print()
+
+
+def _table(comparison: Comparison, findings: Sequence[Finding]) -> Table:
+    table = Table(
+        title=f"{comparison.right.side.text} against {comparison.left.side.text}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    columns = ("layer", "prompt", "tensor", "token", "max abs", "worst row", "mean", "tolerance", "ok", "")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("tensor", "ok", "") else "right")
+    layers = comparison.left.shape.layers
+    for f in findings:
+        exact = f.tolerance == 0.0
+        table.add_row(
+            "in" if f.layer < 0 else "out" if f.layer == layers else str(f.layer),
+            str(f.prompt + 1),
+            f.tensor,
+            str(f.token) if f.token >= 0 else "",
+            "" if exact else f"{f.max_abs:.1e}",
+            "" if exact else _number(f.error),
+            "" if exact else _number(f.mean),
+            "exact" if exact else f"{f.tolerance:.0e}",
+            Text("yes" if f.ok else "NO", style="green" if f.ok else "red"),
+            Text(f.detail),
+        )
+    return table
+
+
+def _number(value: float) -> str:
+    return f"{value:.1e}" if math.isfinite(value) else "-"
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError as error:
+        raise ConfigError(
+            f"{text!r} is not a list of integers", field="--token-ids", remedy="write them as 1,2,3"
+        ) from error
+
+
+def _write(path: Path, text: str) -> None:
+    if str(path) == "-":
+        print(text)
+        return
+    try:
+        path.write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", field="--json", remedy="name a file") from error

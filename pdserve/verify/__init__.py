@@ -1,0 +1,1 @@
+"""`pdserve verify`: one input through two configurations, compared layer by layer."""

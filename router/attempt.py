@@ -1,0 +1,256 @@
+"""One decode stream of a request, with as many prefill workers as it takes.
+
+    ADMITTING --> PREFILLING -----> STREAMING --> Finish
+        |           |   ^   |          ^   |
+        |           |   |   | prefill failed: `retry` on the same decode stream
+        |           |   |   v          |   |
+        |           |   +- ASKING -----+   |
+        |           |       |  the cache had come whole before
+        +-----------+-------+--------------+--> error; `Orchestrator` decides what comes next
+    the output so far ends it already: from ADMITTING to Finish
+
+An attempt that follows one that has given tokens goes on after them: prefill computes prompt and
+output, decode replays the output without sending it again. What decode sends must begin exactly
+where the output ends; anything else is an error and never forwarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from cache_transfer.contract import HandoffIdentity, Ticket, check_compatible, check_identity, prompt_digest
+from pdserve.errors import PdserveError
+from pdserve.rpc.events import Accepted, Finish, TokenBatch
+from router.backlog import Backlog
+from router.channels import WorkerChannels
+from router.failures import mismatch, movable, silent, stopped, suspicious, unexpected
+from router.gate import Member, Pair
+from router.placement import cache_tokens
+from router.planner import Planner
+from router.pool import Pool
+from router.record import Account
+from router.request import Request
+from router.settings import RouterSettings
+from router.wire import Admitted, DecodeCall, DecodeEvent, PrefillReport, lost, run_prefill, settled
+
+
+class Attempts:
+    """Attempts of one request, one at a time. What they get is in the account and the backlog, also if they fail."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        channels: WorkerChannels,
+        settings: RouterSettings,
+        planner: Planner,
+        account: Account,
+        backlog: Backlog,
+    ) -> None:
+        self._pool = pool
+        self._channels = channels
+        self._settings = settings
+        self._planner = planner
+        self._account = account
+        self._backlog = backlog
+
+    async def run(self, pair: Pair) -> Finish:
+        """Tokens and finish to the backlog. Raises decode's errors, and prefill's last."""
+        account = self._account
+        request = account.fitted(pair)
+        size = cache_tokens(account.prefill_tokens, request.max_tokens - account.output_tokens)
+        job = self._pool.begin(pair.decode, 0, size)
+        try:
+            async with DecodeCall(self._channels, pair.decode.address, left_s(request)) as call:
+                first = await self._admission(call, pair, request)
+                if isinstance(first, Finish):
+                    return await self._stream(first, call, pair, request, None)
+                check_admitted(request, pair, first, self._settings.allow_lossy)
+                account.admitted()
+                if not account.accepted:
+                    account.accepted = True
+                    seed = request.sampling.seed or 0
+                    await self._backlog.put(Accepted(request.id, request.model, len(request.prompt_ids), seed))
+                return await self._prefill_and_stream(call, pair, request, first)
+        finally:
+            self._pool.end(job)
+
+    async def _admission(self, call: DecodeCall, pair: Pair, request: Request) -> Admitted | Finish:
+        """Decode's first answer: a Finish only if it has nothing left to do."""
+        limit_s = self._settings.admit_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):  # connecting included
+                await call.open(request, pair.prefill.record.contract)
+                event = await call.next()
+        except TimeoutError as error:
+            raise lost(pair.decode.address, f"no answer within {limit_s:g} s") from error
+        if isinstance(event, Admitted) or (isinstance(event, Finish) and request.output_ids):
+            return event
+        raise unexpected(event, "before admitting the request")
+
+    async def _prefill_and_stream(self, call: DecodeCall, pair: Pair, request: Request, admitted: Admitted) -> Finish:
+        account, ticket = self._account, admitted.ticket
+        while True:
+            async with self._prefilling(pair, request, admitted, ticket) as prefill:
+                error = await self._first_word(call, pair, prefill)
+                if error is None:
+                    return await self._stream(await call.next(), call, pair, request, prefill)
+            failed(self._pool, account, pair.prefill, error)
+            following = self._planner.find(account, pair.decode)
+            # Decode may have had the whole cache before prefill failed: only its own answer tells.
+            event = await self._ask_again(call, following or pair)
+            if not isinstance(event, Ticket):
+                return await self._stream(event, call, pair, request, None)
+            if following is None or not movable(error):
+                raise error
+            pair, ticket = following, event
+            account.attempt(pair)
+            account.admitted()
+
+    async def _first_word(
+        self, call: DecodeCall, pair: Pair, prefill: asyncio.Task[PrefillReport]
+    ) -> PdserveError | None:
+        """Waits until decode has something to read (None), or until this attempt has failed at prefill (its error).
+
+        Raises Unavailable (FIRST_TOKEN_TIMEOUT) when prefill has done its part and decode says nothing.
+        """
+        reading = call.reading()
+        limit_s = self._settings.first_token_timeout_s
+        until = time.monotonic() + limit_s
+        await asyncio.wait({prefill, reading}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if prefill.done() and prefill.exception() is None:
+            await asyncio.wait({reading}, timeout=max(0.0, until - time.monotonic()))
+        if reading.done():
+            return None
+        if not prefill.done():
+            return silent(pair.prefill, limit_s)
+        error = prefill.exception()
+        if error is None:
+            raise silent(pair.decode, limit_s)
+        if not isinstance(error, PdserveError):
+            raise error
+        return error
+
+    async def _ask_again(self, call: DecodeCall, pair: Pair) -> DecodeEvent:
+        """A ticket for the pair's prefill worker; or what follows the cache, if that had arrived whole."""
+        await call.retry(pair.prefill.record.contract)
+        limit_s = self._settings.first_token_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await call.next()
+        except TimeoutError as error:
+            raise silent(pair.decode, limit_s) from error
+
+    @asynccontextmanager
+    async def _prefilling(
+        self, pair: Pair, request: Request, admitted: Admitted, ticket: Ticket
+    ) -> AsyncGenerator[asyncio.Task[PrefillReport], None]:
+        """A Prefill/Run in progress; leaving cancels it."""
+        start = admitted.identity.start if admitted.logits_only else ticket.held_tokens
+        admitted = replace(admitted, identity=replace(admitted.identity, start=start))
+        run = run_prefill(self._channels, pair.prefill.address, request, admitted, ticket, left_s(request))
+        job = self._pool.begin(pair.prefill, len(request.ids), len(request.ids))
+        task = asyncio.create_task(run, name=f"{request.id}-prefill")
+        try:
+            yield task
+        finally:
+            await settled(task)
+            self._pool.end(job)
+
+    async def _stream(
+        self,
+        event: DecodeEvent,
+        call: DecodeCall,
+        pair: Pair,
+        request: Request,
+        prefill: asyncio.Task[PrefillReport] | None,
+    ) -> Finish:
+        """Forwards tokens until the finish; however that comes out, prefill's numbers get a little time."""
+        try:
+            while isinstance(event, TokenBatch):
+                check_tokens(event, request, self._account, pair.decode)
+                self._account.tokens(event)
+                await self._backlog.put(event)
+                event = await self._following(call, pair.decode)
+            if not isinstance(event, Finish):
+                raise unexpected(event, "among the tokens")
+            check_count(event, self._account, pair.decode)
+        except PdserveError:
+            await self._settle(prefill)
+            raise
+        await self._settle(prefill)
+        return event
+
+    async def _following(self, call: DecodeCall, decode: Member) -> DecodeEvent:
+        """The next event of a stream that has given tokens.
+
+        Raises Unavailable (INTER_TOKEN_TIMEOUT) after a silence whose second half the engine stood still in. One
+        that steps is at work on other sequences, such as those for which this one has to wait.
+        """
+        reading, limit_s = call.reading(), self._settings.inter_token_timeout_s
+        steps: int | None = -1
+        while True:
+            await asyncio.wait({reading}, timeout=limit_s / 2)
+            if reading.done():
+                return await call.next()
+            before, steps = steps, self._pool.steps(decode)
+            if steps == before:
+                raise stopped(decode, limit_s)
+
+    async def _settle(self, prefill: asyncio.Task[PrefillReport] | None) -> None:
+        """Takes the prefill worker's figures; the answer is complete without them."""
+        if prefill is None:
+            return
+        account = self._account
+        done, _ = await asyncio.wait({prefill}, timeout=self._settings.settle_s)
+        error = prefill.exception() if done else None
+        if done and error is None:
+            account.reported(prefill.result())
+        else:
+            worker = account.trials[-1].pair.prefill.id
+            account.note(f"prefill worker {worker} gave no account: {error or 'still running'}")
+
+
+def failed(pool: Pool, account: Account, member: Member, error: PdserveError) -> None:
+    """Notes whose fault an attempt's end was."""
+    if suspicious(error):
+        pool.suspect(member)
+    account.failed(member, error)
+
+
+def check_admitted(request: Request, pair: Pair, admitted: Admitted, allow_lossy: bool) -> None:
+    """Compares again what the gate compared from the registry: the worker may have changed since."""
+    check_compatible(pair.prefill.record.contract, admitted.contract, allow_lossy)
+    expected = HandoffIdentity(
+        contract_digest=request.contract_digest,
+        adapter_digest=None,
+        tenant=request.tenant,
+        prompt_digest=prompt_digest(request.ids),
+        start=admitted.identity.start,
+        end=len(request.ids),
+    )
+    check_identity(expected, admitted.identity)
+
+
+def check_tokens(batch: TokenBatch, request: Request, account: Account, decode: Member) -> None:
+    """Raises Internal for tokens that do not follow those there are, or that are more than was asked for."""
+    due = account.output_tokens
+    if batch.first_index != due:
+        raise mismatch(decode, f"sent token {batch.first_index} where {due} was due")
+    if due + len(batch.ids) > request.max_tokens:
+        raise mismatch(decode, f"sent more than the {request.max_tokens} tokens asked for")
+    if request.sampling.logprobs is not None and len(batch.logprobs) != len(batch.ids):
+        raise mismatch(decode, f"sent logprobs for {len(batch.logprobs)} of {len(batch.ids)} tokens")
+
+
+def check_count(finish: Finish, account: Account, decode: Member) -> None:
+    """Raises Internal for an end that counts other tokens than came."""
+    if finish.usage.output_tokens != account.output_tokens:
+        raise mismatch(decode, f"counts {finish.usage.output_tokens} tokens at the end, {account.output_tokens} came")
+
+
+def left_s(request: Request) -> float:
+    return max(0.001, request.deadline - time.monotonic())

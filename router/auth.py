@@ -1,0 +1,99 @@
+"""Who is asking: from a request's credentials to its tenant, before anything else is done for it.
+
+The tenant comes from the API key alone. Nothing in a body, and no other header or metadata, is
+ever looked at for it. The Registry that shares the gateway's listener, health and reflection
+stay open: workers and probes have no keys.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import grpc
+
+from pdserve.errors import Unauthenticated
+from router.settings import RouterSettings
+from router.tenants import digest_of, known_keys
+
+HEADER = "authorization"
+MISSING_KEY = "MISSING_API_KEY"
+UNKNOWN_KEY = "INVALID_API_KEY"
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class Authenticator:
+    """Knows the keys, as digests. Raises ConfigError for keys that cannot be read, or that two tenants share."""
+
+    def __init__(self, settings: RouterSettings, environment: Mapping[str, str] = os.environ) -> None:
+        self._everyone = settings.tenant
+        self._open = not settings.tenants
+        self._known = known_keys(settings.tenants, environment)
+
+    def tenant(self, credentials: Sequence[str]) -> str:
+        """The tenant of a caller; the one tenant there is when no keys are configured.
+
+        Args:
+            credentials: every value of the caller's `authorization` header.
+
+        Raises Unauthenticated without a key, with one that is not known, or with several.
+        """
+        if self._open:
+            return self._everyone
+        if not credentials:
+            raise _refused("there is no API key", MISSING_KEY)
+        scheme, _, key = credentials[0].strip().partition(" ")
+        if len(credentials) > 1 or scheme.lower() != "bearer" or not key.strip():
+            raise _refused("the credentials are not one bearer token", MISSING_KEY)
+        given = digest_of(key.strip())
+        found = [name for digest, name in self._known.items() if hmac.compare_digest(digest, given)]
+        if not found:
+            raise _refused("the API key is not known here", UNKNOWN_KEY)
+        return found[0]
+
+
+class Doorkeeper(grpc.aio.ServerInterceptor):
+    """Refuses calls of one service that bring no good key, before their message is even parsed."""
+
+    def __init__(self, authenticator: Authenticator, service: str) -> None:
+        self._authenticator = authenticator
+        self._prefix = f"/{service}/"
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(self._prefix):
+            return handler
+        try:
+            self._authenticator.tenant(credentials(handler_call_details.invocation_metadata))
+        except Unauthenticated as error:
+            return _refusing(handler, error)
+        return handler
+
+
+def credentials(metadata: Any) -> tuple[str, ...]:
+    """Every `authorization` of a gRPC call's metadata."""
+    return tuple(value for key, value in metadata or () if key == HEADER and isinstance(value, str))
+
+
+def _refusing(handler: Handler, error: Unauthenticated) -> Handler:
+    """A handler of the same shape that only says no."""
+
+    async def refuse(request: Any, context: Any) -> Any:
+        raise error
+
+    asks, answers = ("stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming))
+    made: Handler = getattr(grpc, f"{asks}_{answers}_rpc_method_handler")(refuse)
+    return made
+
+
+def _refused(message: str, reason: str) -> Unauthenticated:
+    return Unauthenticated(
+        message, reason=reason, field=HEADER, remedy="send `Authorization: Bearer KEY` with a key of this router's"
+    )

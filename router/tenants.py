@@ -1,0 +1,192 @@
+"""Tenants and their API keys, as an operator configures them. Standard library only.
+
+    [[router.tenants]]
+    name = "acme"
+    keys_env = "ACME_KEYS"             # a variable that holds the keys, between blanks
+    keys_file = "/run/secrets/acme"    # or a file that does
+    keys = ["..."]                     # or the keys themselves
+
+A key is a secret: here it exists only on its way to its SHA-256 digest, and no error names it.
+Variables and files are read by the router that starts, not by whoever else reads the configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from pdserve.errors import ConfigError, shown
+
+MIN_KEY = 16  # characters: a shorter secret can be guessed
+MAX_KEY = 512
+_WORDS = ("name", "keys_env", "keys_file")
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Callers who share caches, and no others."""
+
+    name: str
+    """Part of every cache identity; not a secret."""
+
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
+    """SHA-256 of each API key that is written down in the configuration."""
+
+    keys_env: str = ""
+    """Environment variable with more keys, between blanks."""
+
+    keys_file: str = ""
+    """File with more keys, between blanks or line breaks."""
+
+    @classmethod
+    def of(cls, name: str, *keys: str) -> Self:
+        """A tenant with these API keys. Raises ConfigError for one that cannot be used, by its place."""
+        return cls(name, tuple(_digests(keys, "router.tenants.keys")))
+
+    def digests(self, where: str, environment: Mapping[str, str]) -> Iterator[bytes]:
+        """SHA-256 of every key. Raises ConfigError for a source that cannot be read, or holds no or unusable keys."""
+        yield from self.keys
+        for place, text in _sources(self.keys_env, self.keys_file, where, environment):
+            yield from _digests(text.split(), place)
+
+
+def digest_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def check_tenants(tenants: Sequence[Tenant]) -> None:
+    """Raises ConfigError for a tenant without a name or a source of keys, or with another's name."""
+    names: set[str] = set()
+    for number, tenant in enumerate(tenants):
+        where = f"router.tenants[{number}]"
+        if not tenant.name:
+            raise ConfigError("it has no name", field=f"{where}.name", remedy="give it one")
+        if tenant.name in names:
+            raise ConfigError(
+                f"there is another tenant {shown(tenant.name)}", field=f"{where}.name", remedy="use each name once"
+            )
+        names.add(tenant.name)
+        if not (tenant.keys or tenant.keys_env or tenant.keys_file):
+            raise ConfigError(
+                f"tenant {shown(tenant.name)} has no API key",
+                field=f"{where}.keys",
+                remedy="give keys, keys_env or keys_file",
+            )
+
+
+def known_keys(tenants: Sequence[Tenant], environment: Mapping[str, str]) -> dict[bytes, str]:
+    """Digest of every key -> the name of its tenant. Reads variables and files.
+
+    Raises ConfigError as `Tenant.digests`, and for a key that two tenants have, or one has twice.
+    """
+    known: dict[bytes, str] = {}
+    for number, tenant in enumerate(tenants):
+        where = f"router.tenants[{number}]"
+        for digest in tenant.digests(where, environment):
+            if digest in known:
+                raise ConfigError(
+                    f"a key of tenant {shown(tenant.name)} is given a second time, first for {shown(known[digest])}",
+                    reason="DUPLICATE_KEY",
+                    field=f"{where}.keys",
+                    remedy="give every tenant keys of its own",
+                )
+            known[digest] = tenant.name
+    return known
+
+
+def read_tenants(tables: object) -> tuple[Tenant, ...]:
+    """The tenants of a configuration file. Raises ConfigError by place; no error shows a value that may be a key."""
+    tenants = []
+    for where, table in _tables(tables):
+        words = {name: _word(table, name, where) for name in _WORDS}
+        tenants.append(Tenant(keys=tuple(_digests(_given_keys(table, where), f"{where}.keys")), **words))
+    check_tenants(tenants)
+    return tuple(tenants)
+
+
+def first_key(tables: object, environment: Mapping[str, str]) -> str:
+    """One of the keys themselves, for the operator's own calls; empty when there is none. Raises as `read_tenants`."""
+    for where, table in _tables(tables):
+        words = (_word(table, "keys_env", where), _word(table, "keys_file", where))
+        sources = _sources(*words, where, environment)
+        for key in (*_given_keys(table, where), *(key for _, text in sources for key in text.split())):
+            return key
+    return ""
+
+
+def _tables(tables: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not isinstance(tables, (list, tuple)) or not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError("it is not a list of tables", field="router.tenants", remedy="write [[router.tenants]]")
+    for number, table in enumerate(tables):
+        where = f"router.tenants[{number}]"
+        for name in table:
+            if name not in (*_WORDS, "keys"):
+                raise ConfigError(
+                    "unknown key", field=f"{where}.{name}", remedy=f"known keys: {', '.join((*_WORDS, 'keys'))}"
+                )
+        yield where, table
+
+
+def _word(table: Mapping[str, Any], name: str, where: str) -> str:
+    value = table.get(name, "")
+    if not isinstance(value, str):
+        raise ConfigError("it is not a text", field=f"{where}.{name}", remedy="put it in quotes")
+    return value
+
+
+def _given_keys(table: Mapping[str, Any], where: str) -> list[str]:
+    keys = table.get("keys", [])
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise ConfigError("it is not a list of texts", field=f"{where}.keys", remedy='write keys = ["..."]')
+    return keys
+
+
+def _sources(variable: str, file: str, where: str, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(place, text) of the variable and the file, as far as they are given."""
+    if variable:
+        place = f"{where}.keys_env"
+        if not environment.get(variable, "").split():
+            raise ConfigError(
+                f"the environment variable {shown(variable)} is not set, or empty",
+                field=place,
+                remedy="set it to the tenant's API keys, with blanks between them",
+            )
+        yield place, environment[variable]
+    if file:
+        place = f"{where}.keys_file"
+        text = _read(file, place)
+        if not text.split():
+            raise ConfigError(f"{file} holds no API key", field=place, remedy="write one key a line")
+        yield place, text
+
+
+def _read(file: str, place: str) -> str:
+    remedy = "name a text file that the router may read"
+    try:
+        return Path(file).read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", field=place, remedy=remedy) from error
+    except UnicodeDecodeError:
+        # Not chained: the error it would show holds the file's content.
+        raise ConfigError(f"{file} is not a text", field=place, remedy=remedy) from None
+
+
+def _digests(keys: Sequence[str], place: str) -> Iterator[bytes]:
+    for number, key in enumerate(keys):
+        where = f"{place}[{number}]"
+        if not MIN_KEY <= len(key) <= MAX_KEY:
+            raise ConfigError(
+                f"the key has {len(key)} characters",
+                field=where,
+                remedy=f"use {MIN_KEY} to {MAX_KEY}, such as `openssl rand -hex 24` prints",
+            )
+        if not all("!" <= character <= "~" for character in key):
+            raise ConfigError(
+                "the key has blanks or other characters that a header cannot carry",
+                field=where,
+                remedy="use ASCII letters, digits and signs",
+            )
+        yield digest_of(key)

@@ -1,0 +1,151 @@
+"""`pdserve status` and `pdserve generate` as processes, in front of a live router with tenants and a mixed pool."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from pdserve.cli.status import matrix, reasons
+from pdserve.client import AsyncClient, Pair
+from pdserve.engine.plan import EngineConfig
+from pdserve.errors import FieldDifference, Unauthenticated
+from router.tenants import Tenant
+from tests.router.support import House, house, model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+KEY, WRONG = "sk-acme-0123456789abcdef", "sk-nobody-0123456789abcd"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def made() -> AsyncIterator[House]:
+    async with house(prefills=2, decodes=1, tenants=(Tenant.of("acme", KEY),)) as it:
+        await it.add_decode("small", engine=EngineConfig(dtype="fp32", pages=128, page_size=2))
+        await it.add_decode("stranger", of=model(seed=1))
+        yield it
+
+
+async def pdserve(made: House, *arguments: str, key: str | None = None) -> subprocess.CompletedProcess[str]:
+    given = {} if key is None else {"PDSERVE_API_KEY": key}
+    command = [sys.executable, "-m", "pdserve.cli", *arguments, "--gateway", made.router.address]
+    return await asyncio.to_thread(
+        subprocess.run, command, env={**os.environ, **given}, capture_output=True, text=True, input="", timeout=120
+    )
+
+
+async def test_without_a_good_key_there_is_one_clear_line(made: House) -> None:
+    refused = {
+        "there is no API key": await pdserve(made, "status"),
+        "not known": await pdserve(made, "generate", "the", key=WRONG),
+        "blanks": await pdserve(made, "status", "--api-key", f"{KEY}\n"),
+    }
+    for told, done in refused.items():
+        assert (done.returncode, done.stdout) == (2 if told == "blanks" else 1, ""), done.stderr
+        assert re.match(r"error: (authorization|api_key): .*key", done.stderr) and told in done.stderr
+        assert len(done.stderr.splitlines()) == 1 and KEY not in done.stderr and WRONG not in done.stderr
+
+
+async def test_the_key_may_come_from_the_environment(made: House) -> None:
+    done = await pdserve(made, "generate", "the", "--max-tokens", "2", "--ignore-eos", key=KEY)
+    assert done.returncode == 0 and "2 output tokens" in done.stderr, done.stderr
+    assert KEY not in done.stdout + done.stderr
+
+
+async def test_status_shows_the_matrix_and_what_lies_behind_it(made: House) -> None:
+    done = await pdserve(made, "status", "--api-key", KEY, key=WRONG)  # the flag wins over the environment
+    assert KEY not in done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    top = next(n for n, line in enumerate(lines) if line.startswith("pairs:"))
+    assert [line.split() for line in lines[top + 1 : top + 4]] == [
+        ["d0", "small", "stranger"],
+        ["p0", "yes", "converts", "NO"],
+        ["p1", "yes", "converts", "NO"],
+    ]
+    right, wrong = (worker.contract.model_digest.hex()[:16] for worker in (made.decodes[0], made.decodes[2]))
+    assert lines[top + 4 : -1] == [
+        "p0, p1 -> small fits:",
+        "    PAGE_SIZE: 4 != 2 (convertible)",
+        "p0, p1 -> stranger refused:",
+        f"    MODEL_DIGEST: {right} != {wrong} (must equal)",
+    ]
+
+
+async def test_status_as_json_has_every_pair_with_every_difference(made: House) -> None:
+    shown = json.loads((await pdserve(made, "status", "--json", key=KEY)).stdout)
+    found = {
+        (pair["prefill_worker"], pair["decode_worker"]): (
+            pair["fits"],
+            [(d["code"], d["kind"]) for d in pair["differences"] if d["kind"] != "informational"],
+        )
+        for pair in shown["pairs"]
+    }
+    column = {
+        "d0": (True, []),
+        "small": (True, [("PAGE_SIZE", "convertible")]),
+        "stranger": (False, [("MODEL_DIGEST", "must_equal")]),
+    }
+    assert found == {(prefill, decode): what for prefill in ("p0", "p1") for decode, what in column.items()}
+
+
+def difference(code: str, kind: str) -> FieldDifference:
+    return FieldDifference(code, "a", "b", kind)
+
+
+async def test_a_matrix_with_holes_losses_and_no_workers() -> None:
+    assert reasons([]) == [] and matrix([]).row_count == 0
+    refused = (difference("LAYERS", "must_equal"), difference("PAGE_SIZE", "convertible"))
+    lossy = (difference("KV_DTYPE", "lossy"),)
+    pairs = [
+        Pair("p0", "d0", True, ()),
+        Pair("p0", "d1", False, refused),
+        Pair("p1", "d1", False, refused),
+        Pair("p1", "d0", False, refused),
+        Pair("p2", "d0", True, lossy),
+        Pair("p3", "d0", True, (difference("INFO.torch", "informational"),)),
+    ]
+    table = matrix(pairs)
+    assert [list(column.cells) for column in table.columns] == [
+        ["p0", "p1", "p2", "p3"],
+        ["yes", "NO", "lossy", "yes"],
+        ["NO", "NO", "-", "-"],
+    ]
+    assert reasons(pairs) == [
+        "p0 -> d1 refused:",
+        "p1 -> d0, d1 refused:",
+        "    LAYERS: a != b (must equal)",
+        "    PAGE_SIZE: a != b (convertible)",
+        "p2 -> d0 fits:",
+        "    KV_DTYPE: a != b (lossy)",
+    ]
+
+
+async def test_a_router_process_takes_its_tenants_from_the_file_it_is_given(tmp_path: Path) -> None:
+    """As `pdserve up` starts it: the file names a variable, which the router inherits."""
+    config = tmp_path / "pdserve.toml"
+    config.write_text('[router]\nport = 0\nhttp_port = 0\ntenants = [{name = "acme", keys_env = "ACME_KEYS"}]\n')
+    router = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router", "--config", str(config)),
+        env={**os.environ, "ACME_KEYS": KEY},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert router.stdout is not None
+        words = (await asyncio.wait_for(router.stdout.readline(), 30)).decode().split()
+        async with AsyncClient(words[3], api_key=KEY) as client, AsyncClient(words[3]) as nobody:
+            assert (await client.status()).workers == ()
+            with pytest.raises(Unauthenticated):
+                await nobody.status()
+    finally:
+        router.terminate()
+        out, errors = await asyncio.wait_for(router.communicate(), 30)
+    assert router.returncode == 0 and KEY.encode() not in out + errors

@@ -1,0 +1,412 @@
+"""The installation that the matrix breaks: Redis, a router, two workers of each pool, and a client.
+
+Times are small, so that faults are noticed soon; nothing else is special. In a house with relays
+every listener but the workers' own debug endpoint is reached through one, to make its network slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from decode_worker.settings import DecodeSettings
+from pdserve.client import AsyncClient
+from pdserve.client.events import Completion
+from pdserve.client.status import Status
+from pdserve.engine.plan import EngineConfig
+from pdserve.errors import Unavailable
+from pdserve.local import LocalRunner
+from pdserve.registry.settings import RegistrySettings
+from pdserve.request import SamplingParams
+from pdserve.rpc.channel import ChannelPool
+from pdserve.rpc.settings import RpcSettings
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from prefill_worker.settings import PrefillSettings
+from router.settings import RouterSettings
+from tests.e2e.faults.process import Child, Plan, Settings
+from tests.e2e.faults.relay import Relay
+from tests.e2e.faults.table import Part, Step
+from tests.e2e.stack import MODEL, pause
+from tests.engine.tiny import prompt, tiny_engine
+from tests.redis_server import RedisServer
+
+LEASE_S = 1.5  # of everything that holds pages: tickets, receipts, prompts
+SLOW_RATE = 6_000.0  # bytes per second, at which a handoff here takes longer than its lease
+PROMPT, OUTPUT = 44, 40  # tokens
+QUESTIONS, PROBES = 16, 8
+WAIT_S = 30.0  # for what has no bound of its own here; the machine may be busy
+
+SAMPLING = SamplingParams(temperature=0.9, frequency_penalty=0.4, seed=5, max_tokens=OUTPUT)
+
+RPC = RpcSettings(
+    keepalive_s=0.4,
+    keepalive_timeout_s=0.6,
+    min_ping_interval_s=0.1,
+    connect_timeout_s=0.6,
+    call_timeout_s=1.0,
+    max_reconnect_backoff_s=0.2,
+)
+CLIENT_RPC = RpcSettings(connect_timeout_s=0.6, max_reconnect_backoff_s=0.1)
+ENGINE = EngineConfig(dtype="fp32", pages=64, page_size=4, deterministic=True)
+DECODE_ENGINE = EngineConfig(dtype="fp32", pages=48, page_size=8, axis_order="nhd", deterministic=True)
+
+NAMES = {Part.PREFILL: ("p0", "p1"), Part.DECODE: ("d0", "d1"), Part.ROUTER: ("router",)}
+WORKERS = (*NAMES[Part.DECODE], *NAMES[Part.PREFILL])  # as a status lists them
+
+
+@dataclass
+class Place:
+    """Where one process of the installation lives: its ports, what stands before them, who is there now."""
+
+    name: str
+    part: Part
+    relays: tuple[Relay, ...]  # one per port; none in a house without
+    ports: tuple[int, ...] = ()
+    child: Child | None = None
+    frozen: bool = False
+
+    @property
+    def here(self) -> Child:
+        assert self.child is not None, f"{self.name} is not running"
+        return self.child
+
+    @property
+    def living(self) -> bool:
+        return self.child is not None and not self.frozen
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """As others are told."""
+        if self.relays:
+            return tuple(relay.address for relay in self.relays)
+        return tuple(f"127.0.0.1:{port}" for port in self.ports)
+
+    @property
+    def own_address(self) -> str:
+        return f"127.0.0.1:{self.ports[0]}"
+
+
+@dataclass
+class House:
+    """See the module's docstring. Belongs to the event loop that opened it."""
+
+    directory: Path
+    redis: RedisServer
+    redis_relay: Relay | None
+    places: dict[str, Place]
+    client: AsyncClient
+    channels: ChannelPool  # to the workers' debug endpoint
+    pair: tuple[str, str] = ("", "")
+    """The last one that the router chose: prefill, decode."""
+
+    _reached: asyncio.Future[Place] | None = None
+    _over: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+    _starts: int = 0
+    _probes: int = 0
+
+    # -- processes -----------------------------------------------------------------------------
+
+    async def start(self, name: str, *, same_ports: bool = False) -> None:
+        """Starts who is missing at a place; returns once it serves."""
+        place = self.places[name]
+        assert place.child is None
+        if not place.ports or not (same_ports or place.part is Part.ROUTER):  # clients know a router by its address
+            place.ports = free_ports(1 if place.part is Part.PREFILL else 2)
+        for relay, port in zip(place.relays, place.ports, strict=False):
+            relay.aim(port)
+        self._starts += 1
+        plan = Plan(name, self._settings(place), self.directory / f"{self._starts:03}-{name}.log")
+        place.child = Child(plan, self._on_message)
+        await place.child.start()
+
+    async def kill(self, name: str) -> None:
+        place = self.places[name]
+        if place.child is not None:
+            await self.channels.drop(place.own_address)
+            await place.child.kill()
+        place.child, place.frozen = None, False
+
+    async def freeze(self, name: str) -> None:
+        await self.places[name].here.stop()
+        self.places[name].frozen = True
+
+    def thaw(self, name: str) -> None:
+        self.places[name].here.resume()
+        self.places[name].frozen = False
+
+    async def revive(self, name: str) -> str:
+        """Thaws a worker; returns once its push or its answer, of which it has one, is over: how it ended."""
+        over = self._over[name] = asyncio.get_running_loop().create_future()
+        self.thaw(name)
+        return await asyncio.wait_for(over, WAIT_S)
+
+    async def repair(self) -> None:
+        """After a cell that failed: everybody anew."""
+        for name in self.places:
+            await self.kill(name)
+        await asyncio.to_thread(self.redis.kill)
+        await asyncio.to_thread(self.redis.start)
+        self.hurry()
+        await asyncio.gather(*map(self.start, self.places))
+        await self.all_here()
+
+    def logs(self) -> str:
+        """What those here have last written."""
+        return "\n".join(place.child.log_tail() for place in self.places.values() if place.child is not None)
+
+    # -- the network -----------------------------------------------------------------------------
+
+    def slow(self, part: Part, name: str) -> None:
+        """Everything to and from one part. A prefill worker's pushes leave by the decode workers' doors."""
+        if part is Part.REDIS:
+            assert self.redis_relay is not None
+            self.redis_relay.slow(SLOW_RATE)
+            return
+        for relay in self.places[name].relays:
+            relay.slow(SLOW_RATE)
+        if part is Part.PREFILL:
+            connections = psutil.Process(self.places[name].here.pid).net_connections("tcp")
+            sources = frozenset(each.laddr.port for each in connections)
+            for decode in NAMES[Part.DECODE]:
+                self.places[decode].relays[1].slow(SLOW_RATE, sources)
+
+    def hurry(self) -> None:
+        for relay in self._relays():
+            relay.hurry()
+
+    # -- points ------------------------------------------------------------------------------------
+
+    async def arm(self, part: Part, step: Step) -> asyncio.Future[Place]:
+        """Arms a step in all processes of a part; resolved with the first that reaches it, and holds there."""
+        self._reached = asyncio.get_running_loop().create_future()
+        living = [self.places[name] for name in NAMES[part] if self.places[name].living]
+        await asyncio.gather(*(place.here.arm(step.value) for place in living))
+        return self._reached
+
+    async def disarm(self, part: Part, but: Place) -> None:
+        others = [self.places[name] for name in NAMES[part] if name != but.name and self.places[name].living]
+        await asyncio.gather(*(place.here.disarm() for place in others))
+
+    def _on_message(self, child: Child, message: tuple[Any, ...]) -> None:
+        if message[0] == "pair":
+            self.pair = (message[1], message[2])
+            return
+        if message[0] == "over":
+            if (waiting := self._over.pop(child.name, None)) is not None and not waiting.done():
+                waiting.set_result(message[1])
+            return
+        assert message[0] == "reached", message
+        if self._reached is None or self._reached.done():
+            child.go()
+        else:
+            self._reached.set_result(self.places[child.name])
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    async def ask(self, ids: Sequence[int] | None = None) -> Completion:
+        """A request of which nothing is expected but the right answer. Raises AssertionError for a wrong one."""
+        if ids is None:
+            self._probes += 1
+            ids = probe(self._probes)
+        answer = await self.client.complete(token_ids=ids, sampling=SAMPLING, want_record=True, timeout_s=WAIT_S)
+        assert answer.ids == answers()[tuple(ids)], f"{answer.ids} is not the answer: {answer.record}"
+        assert answer.usage.output_tokens == OUTPUT and answer.finish.reason == "length", answer.finish
+        return answer
+
+    async def ask_until_up(self) -> Completion:
+        """The same, of a router that is only just starting."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                try:
+                    return await self.ask()
+                except Unavailable:
+                    await pause(0.02)
+
+    async def serves(self, name: str) -> None:
+        """Returns once a request was served by this worker."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                record = (await self.ask()).record
+                if record is not None and name in (record.prefill_worker, record.decode_worker):
+                    return
+
+    async def until(self, holds: Callable[[Status], bool], within_s: float = WAIT_S) -> Status:
+        end = time.monotonic() + within_s
+        while not holds(status := await self.client.status(timeout_s=within_s)):
+            workers = [(w.worker_id, w.state, round(w.lease_left_s, 1)) for w in status.workers]
+            assert time.monotonic() < end, f"{workers} {status.registry_warning}"
+            await pause(0.02)
+        return status
+
+    async def all_here(self) -> None:
+        await self.until(
+            lambda s: (
+                tuple(w.worker_id for w in s.workers) == WORKERS
+                and all(w.state == "ready" for w in s.workers)
+                and not s.registry_warning
+            )
+        )
+
+    # -- accounts ----------------------------------------------------------------------------------
+
+    async def free(self, within_s: float) -> float:
+        """Waits until no living worker holds anything; when that was. Raises AssertionError with what it still does."""
+        end = time.monotonic() + within_s
+        living = [place for place in self.places.values() if place.part is not Part.ROUTER and place.living]
+        for place in living:
+            while (accounts := await self._accounts(place)).holdings:
+                holdings = [(h.owner, h.kind, h.pages, round(h.deadline_left_s, 2)) for h in accounts.holdings]
+                assert time.monotonic() < end, f"{place.name} still holds {holdings}"
+                await pause(0.01)
+            assert accounts.intact, f"{place.name}: {accounts.fault}"
+            assert not accounts.pages_held, f"{place.name} holds {accounts.pages_held} pages for nobody"
+            assert accounts.pages_free + accounts.pages_cached == accounts.pages_total, f"{place.name}: {accounts}"
+        return time.monotonic()
+
+    async def _accounts(self, place: Place) -> worker_pb2.AccountsResponse:
+        stub: Any = worker_pb2_grpc.WorkerStub(self.channels.get(place.own_address))
+        answer = await stub.Accounts(worker_pb2.AccountsRequest(), timeout=WAIT_S, wait_for_ready=True)
+        assert isinstance(answer, worker_pb2.AccountsResponse)
+        return answer
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _settings(self, place: Place) -> Settings:
+        url = self.redis.url if self.redis_relay is None else f"redis://{self.redis_relay.address}/0"
+        registry = RegistrySettings(url=url, lease_s=2.5, heartbeat_s=0.15, timeout_s=2.0)
+        if place.part is Part.ROUTER:
+            return RouterSettings(
+                port=place.ports[0],
+                http_port=place.ports[1],
+                rpc=RPC,
+                registry=registry,
+                refresh_s=0.05,
+                admit_timeout_s=1.0,
+                first_token_timeout_s=LEASE_S,
+                settle_s=0.3,
+            )
+        shown = place.addresses if place.relays else ("", "")
+        if place.part is Part.PREFILL:
+            return PrefillSettings(
+                name=MODEL,
+                worker_id=place.name,
+                port=place.ports[0],
+                advertise=shown[0],
+                engine=ENGINE,
+                rpc=RPC,
+                registry=registry,
+                chunk_tokens=16,
+                max_running=4,
+                lease_s=LEASE_S,
+                reap_s=0.05,
+            )
+        return DecodeSettings(
+            name=MODEL,
+            worker_id=place.name,
+            port=place.ports[0],
+            transfer_port=place.ports[1],
+            advertise=shown[0],
+            advertise_transfer=shown[1],
+            engine=DECODE_ENGINE,
+            rpc=RPC,
+            registry=registry,
+            max_unread_tokens=8,
+            ticket_ttl_s=LEASE_S,
+            idle_s=LEASE_S,
+            receive_s=LEASE_S,
+            handoff_s=3 * LEASE_S,
+            reader_s=LEASE_S,
+            reap_s=0.05,
+        )
+
+    def _relays(self) -> Iterable[Relay]:
+        for place in self.places.values():
+            yield from place.relays
+        if self.redis_relay is not None:
+            yield self.redis_relay
+
+
+@asynccontextmanager
+async def open_house(directory: Path, *, relays: bool) -> AsyncIterator[House]:
+    """A house in which everybody serves."""
+    answers()
+    redis = RedisServer()
+    made: list[Relay] = []
+
+    async def relay() -> Relay:
+        made.append(Relay())
+        await made[-1].start()
+        return made[-1]
+
+    places = {}
+    for part, names in NAMES.items():
+        for name in names:
+            count = 0 if not relays else 2 if part is Part.DECODE else 1
+            places[name] = Place(name, part, tuple([await relay() for _ in range(count)]))
+    places["router"].ports = free_ports(2)
+    try:
+        await asyncio.to_thread(redis.start)
+        redis_relay = await relay() if relays else None
+        if redis_relay is not None:
+            redis_relay.aim(redis.port)
+        async with AsyncClient(places["router"].addresses[0], CLIENT_RPC) as client:
+            house = House(directory, redis, redis_relay, places, client, ChannelPool(CLIENT_RPC))
+            try:
+                await asyncio.gather(*map(house.start, places))
+                await house.all_here()
+                yield house
+            finally:
+                for name in places:
+                    await house.kill(name)
+                await house.channels.close()
+    finally:
+        for each in made:
+            await each.close()
+        await asyncio.to_thread(redis.close)
+
+
+# -- questions and their answers ------------------------------------------------------------------
+
+
+def question(number: int) -> tuple[int, ...]:
+    """What a cell asks; neighbours ask different things, so that no token of one passes in the other."""
+    return prompt(PROMPT, seed=100 + number % QUESTIONS)
+
+
+def probe(number: int) -> tuple[int, ...]:
+    """Too short for the router to prefer a worker that has seen it."""
+    return prompt(20, seed=1000 + number % PROBES)
+
+
+@lru_cache(maxsize=1)
+def answers() -> dict[tuple[int, ...], tuple[int, ...]]:
+    """What one process says to every question and probe."""
+    asked = [*map(question, range(QUESTIONS)), *map(probe, range(PROBES))]
+    torch.set_num_threads(1)
+    runner = LocalRunner(tiny_engine(pages=512, deterministic=True))
+    outputs = runner.generate_batch(asked, SAMPLING)
+    return {ids: output.ids for ids, output in zip(asked, outputs, strict=True)}
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Outside the range from which the system takes ports for outgoing connections, so that nobody takes
+    them while a process restarts."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as test, contextlib.suppress(OSError):
+            test.bind(("127.0.0.1", port))
+            found.add(port)
+    return tuple(found)

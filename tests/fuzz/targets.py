@@ -1,0 +1,247 @@
+"""What is fuzzed: whatever reads bytes that a peer chose. A target returns, or has found a fault.
+
+    header    a frame header                          codec.decode_header
+    push      one message of a push                   push.decode_request
+    receive   a whole stream, see `messages_of`       Receiver.receive
+
+`receive` takes the part of a sender that holds the ticket, since every digest would else stop
+the fuzzer at the first change: with SIGNS set in the first byte each message is signed again
+after it was changed. Without it the stream may only be taken as it was made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from typing import Any
+
+from cache_transfer import digests
+from cache_transfer.codec import decode_header, encode_header
+from cache_transfer.contract import Endpoint, Ticket
+from cache_transfer.messages import INTEGRITY, Commit, Frame, Logits, PushOpening, Request, Response
+from cache_transfer.pages import PageSink, Range
+from cache_transfer.push import decode_request
+from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
+from cache_transfer.tickets import Claim, TicketBook
+from pdserve.errors import PdserveError
+from tests.cache_transfer.support import INCARNATION, make_contract, make_identity
+
+CONTRACT = make_contract(layers=2, heads=2, head_dim=2)
+TOKENS = 4
+HANDOFF, SECRET = b"h" * 16, b"s" * 32
+IDENTITY = make_identity(CONTRACT, TOKENS, start=1)
+MAX_PAYLOAD_BYTES = 128
+SIGNS = 1
+
+Cell = tuple[str, int, int, int]  # plane, layer, head, token
+
+
+class Found(Exception):
+    """The code under test did something that it must never do."""
+
+
+def header(data: bytes) -> None:
+    try:
+        read = decode_header(data)
+    except PdserveError:
+        return
+    if decode_header(encode_header(read)) != read:
+        raise Found(f"{read} does not survive its own encoding")
+
+
+def push(data: bytes) -> None:
+    try:
+        read = decode_request(data)
+    except PdserveError:
+        return
+    if isinstance(read, Frame) and len(read.header) + len(read.payload) + len(read.digest) > len(data):
+        raise Found("a frame has more bytes than its message")
+
+
+def messages_of(data: bytes) -> list[bytes]:
+    """A length of two bytes, then so many bytes; the last may be shorter than it says."""
+    found = []
+    while len(data) >= 2:
+        (length,) = struct.unpack_from("<H", data)
+        found.append(data[2 : 2 + length])
+        data = data[2 + length :]
+    return found
+
+
+def joined(messages: list[bytes], flags: int = 0) -> bytes:
+    """The input of `receive` that says these messages."""
+    return bytes([flags]) + b"".join(struct.pack("<H", len(each)) + each for each in messages)
+
+
+def receive(data: bytes) -> None:
+    outcome(messages_of(data[1:]), signs=bool(data[:1] and data[0] & SIGNS))
+
+
+def outcome(messages: list[bytes], *, signs: bool = False) -> PdserveError | None:
+    """How the receiver answers a stream; None: it was taken. Raises Found for what it must never do."""
+    loop, receiver, host = _receiver()
+    host.clear()
+    stream = _Stream(messages, signs=signs)
+    try:
+        loop.run_until_complete(receiver.receive(stream))
+    except PdserveError as error:
+        host.check(None, receiver)
+        return error
+    host.check(stream, receiver)
+    return None
+
+
+class _Stream:
+    def __init__(self, messages: list[bytes], *, signs: bool) -> None:
+        self._messages = iter(messages)
+        self.signs = signs
+        self.answers: list[Response] = []
+        self._manifest = digests.Manifest(SECRET, IDENTITY)
+        self._logits = b""
+
+    async def read(self) -> Request | None:
+        for data in self._messages:
+            read = decode_request(data)
+            return self._signed(read) if self.signs else read
+        return None
+
+    async def write(self, message: Response) -> None:
+        self.answers.append(message)
+
+    def _signed(self, message: Request) -> Request:
+        match message:
+            case PushOpening():
+                known = {"handoff_id": HANDOFF, "attempt": 1, "incarnation": INCARNATION, "integrity": INTEGRITY}
+                return replace(message, proof=digests.proof(SECRET, message.identity), **known)  # type: ignore[arg-type]
+            case Frame():
+                digest = digests.frame_digest(SECRET, message.header, message.payload)
+                self._manifest.add(digest, len(message.payload))
+                return replace(message, digest=digest)
+            case Logits():
+                self._logits = digests.logits_digest(SECRET, message.dtype, message.position, message.data)
+                return replace(message, digest=self._logits)
+            case Commit():
+                digest = self._manifest.digest(self._logits, IDENTITY.start, IDENTITY.end)
+                return replace(message, digest=digest)
+        return message
+
+
+class _Host:
+    """Hands out one ticket and one sink for each input, and counts what it is told."""
+
+    def __init__(self) -> None:
+        self.book = TicketBook(INCARNATION, 60.0, (Endpoint("127.0.0.1:1"),))
+        self.cells: dict[Cell, bytes] = {}
+        self.granted = self.told = 0
+        self.logits: ReceivedLogits | None = None
+
+    def clear(self) -> None:
+        self.book.close(HANDOFF)
+        self._issue()
+        self.cells.clear()
+        self.granted = self.told = 0
+        self.logits = None
+
+    def _issue(self) -> None:
+        """A ticket whose id and secret every input can know."""
+        ticket: Ticket = self.book.issue("r", IDENTITY, IDENTITY.start, False)
+        entry = self.book._entries.pop(ticket.handoff_id)
+        entry.ticket = replace(ticket, handoff_id=HANDOFF, secret=SECRET)
+        self.book._entries[HANDOFF] = entry
+
+    async def grant(self, claim: Claim) -> PageSink:
+        self.granted += 1
+        return self
+
+    def write(self, plane: str, layer: int, heads: Range, tokens: Range, payload: memoryview) -> None:
+        size = len(payload) // ((heads[1] - heads[0]) * (tokens[1] - tokens[0]))
+        at = 0
+        for token in range(*tokens):
+            for head in range(*heads):
+                cell = (plane, layer, head, token)
+                if cell in self.cells:
+                    raise Found(f"{cell} was written twice")
+                self.cells[cell] = bytes(payload[at : at + size])
+                at += size
+
+    def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:
+        self.told += 1
+        self.logits = logits
+
+    def aborted(self, claim: Claim, error: PdserveError) -> None:
+        self.told += 1
+        if error.reason == "INTERNAL":
+            raise Found(f"an input is answered with {error!r}")
+
+    def check(self, stream: _Stream | None, receiver: Receiver) -> None:
+        """`stream`: it was taken to its end."""
+        if self.told != self.granted or self.granted > 1:
+            raise Found(f"{self.granted} grants, and the host heard of {self.told} ends")
+        if receiver.active or receiver._attempts:
+            raise Found("an attempt is left behind")
+        if (stream is not None) != (self.logits is not None):
+            raise Found("verified and acknowledged are not the same")
+        outside = [cell for cell in self.cells if cell not in WHOLE]
+        if outside:
+            raise Found(f"written outside of the grant: {outside[0]}")
+        if stream is None:
+            return
+        if self.cells.keys() != WHOLE:
+            raise Found("verified with cells missing")
+        if not stream.signs and self.cells != EXPECTED:
+            raise Found("verified with other bytes than were signed")
+
+
+class _Inline(Executor):
+    """Runs a job where it is submitted: a fuzzer's inputs must do the same each time."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing ever waits here."""
+
+
+_made: list[tuple[asyncio.AbstractEventLoop, Receiver, _Host]] = []
+
+
+def _receiver() -> tuple[asyncio.AbstractEventLoop, Receiver, _Host]:
+    """One for all inputs: making one takes longer than using it."""
+    if not _made:
+        host = _Host()
+        receiver = Receiver(host.book, CONTRACT, host, ReceiverSettings(max_payload_bytes=MAX_PAYLOAD_BYTES))
+        receiver.close()
+        receiver._executor = _Inline()  # type: ignore[assignment]
+        _made.append((asyncio.new_event_loop(), receiver, host))
+    return _made[0]
+
+
+def close() -> None:
+    """Ends what the `receive` target keeps between two inputs."""
+    while _made:
+        _made.pop()[0].close()
+
+
+WHOLE = frozenset(
+    (plane.name, layer, head, token)
+    for layer, planes in enumerate(CONTRACT.planes)
+    for plane in planes
+    for head in range(plane.heads)
+    for token in range(IDENTITY.start, IDENTITY.end)
+)
+
+
+# What an honest sender of the seed streams sends: each cell says which it is, in two fp32 scalars.
+EXPECTED: dict[Cell, bytes] = {cell: bytes([cell[1], "kv".index(cell[0]), cell[2], cell[3]]) * 2 for cell in WHOLE}
+
+TARGETS: dict[str, Callable[[bytes], None]] = {"header": header, "push": push, "receive": receive}

@@ -1,0 +1,348 @@
+"""docs/protocol.md against the code: its tables, limits, defaults, and every byte of the worked example.
+
+The example is computed here from the page's own words, with hashlib, struct and blake3 only.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from blake3 import blake3
+
+from cache_transfer import contract, messages, wire
+from cache_transfer.contract import KV_CASTS, HandoffIdentity, _flatten
+from cache_transfer.receiver import ReceiverSettings
+from decode_worker.settings import DecodeSettings
+from pdserve import errors
+from pdserve.conformance.reasons import PUSH_REASONS
+from pdserve.errors import PdserveError
+from pdserve.registry.records import DRAINING, STALLED, STARTING
+from pdserve.rpc.settings import RpcSettings
+from pdserve.rpc.status import ERROR_KEY, MAX_TRAILER_BYTES, grpc_code
+from pdserve.v1 import decode_pb2, prefill_pb2, transfer_pb2, worker_pb2
+from prefill_worker.settings import PrefillSettings
+from tests.golden.generate import make_contract, worked_example
+from tests.golden.test_vectors import INDEX
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "protocol.md").read_text()
+EXAMPLE = next(entry["expected"] for entry in INDEX if entry["name"] == "worked example")
+SECRET = bytes(range(32))
+
+
+def table(header: str) -> list[list[str]]:
+    """Rows of the one table with this header."""
+    (start,) = [match.end() for match in re.finditer(re.escape(f"| {header} |\n"), PAGE)]
+    body = PAGE[start:].split("\n\n", 1)[0].splitlines()[1:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in body]
+
+
+def tables(header: str) -> list[list[str]]:
+    """Rows of all tables with this header."""
+    rows = []
+    for part in PAGE.split(f"| {header} |\n")[1:]:
+        for line in part.split("\n\n", 1)[0].splitlines()[1:]:
+            rows.append([cell.strip() for cell in line.split("|")[1:-1]])
+    return rows
+
+
+def code_of(cell: str) -> str:
+    found = re.match(r"`([^`]+)`", cell)
+    assert found, cell
+    return found.group(1)
+
+
+# The worked example.
+
+
+def named_bytes() -> dict[str, bytes]:
+    """What stands indented under each name in the example's blocks."""
+    found: dict[str, str] = {}
+    for block in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL):
+        name = ""
+        for line in block.splitlines():
+            if line.startswith("    "):
+                found[name] += line.strip()
+            else:
+                name = line.split(":")[0]
+                found[name] = ""
+    return {name: bytes.fromhex(digits) for name, digits in found.items()}
+
+
+def tagged(tag: str, body: bytes) -> bytes:
+    return tag.encode() + struct.pack("<Q", len(body)) + body
+
+
+def text(value: str) -> bytes:
+    return tagged("S", value.encode())
+
+
+def sequence(*items: bytes) -> bytes:
+    return tagged("T", b"".join(items))
+
+
+def keyed(*parts: bytes) -> bytes:
+    return blake3(b"".join(parts), key=SECRET).digest()
+
+
+def test_the_contract_digest_is_that_of_the_rows() -> None:
+    rows = [(code_of(code), bytes.fromhex(code_of(data))) for code, _, data in table("code | value | encode(value)")]
+    pairs = [sequence(text(code), data) for code, data in rows]
+    shown = named_bytes()
+    assert shown["pair"] == pairs[0]
+    assert f"The first pair, and the digest over all {len(rows)}:" in PAGE
+    digest = hashlib.sha256(sequence(text("contract"), sequence(*pairs))).digest()
+    assert digest == shown["contract digest"] == bytes.fromhex(EXAMPLE["contract_digest"])
+    assert dict(rows)["MODEL_DIGEST"] == tagged("Y", hashlib.sha256(b"a model").digest())
+
+
+def test_prompt_identity_and_proof_are_as_shown() -> None:
+    shown = named_bytes()
+    assert shown["prompt"] == sequence(text("prompt"), tagged("Y", struct.pack("<2i", 0, 1)))
+    assert shown["prompt digest"] == hashlib.sha256(shown["prompt"]).digest()
+    pairs = sequence(
+        sequence(text("contract_digest"), tagged("Y", shown["contract digest"])),
+        sequence(text("adapter_digest"), tagged("N", b"")),
+        sequence(text("tenant"), text("tenant")),
+        sequence(text("prompt_digest"), tagged("Y", shown["prompt digest"])),
+        sequence(text("start"), tagged("I", b"0")),
+        sequence(text("end"), tagged("I", b"2")),
+    )
+    assert shown["identity"] == tagged("D", text("HandoffIdentity") + pairs)
+    assert shown["identity digest"] == hashlib.sha256(sequence(text("identity"), shown["identity"])).digest()
+    assert shown["proof"] == keyed(b"pd-proof", shown["identity"])
+    for name in ("prompt digest", "identity digest", "proof"):
+        assert shown[name].hex() == EXAMPLE[name.replace(" ", "_")]
+
+
+def test_frames_logits_and_commit_are_as_shown() -> None:
+    shown = named_bytes()
+    header, payload = shown["header"], shown["payload"]
+    said = {"plane": "k", "layer": 0, "heads": [0, 1], "tokens": [0, 2], "seq": 0, "dtype": "fp32"}
+    assert msgpack.unpackb(header) == said
+    assert str(said).replace("'", '"') in PAGE
+    assert payload == struct.pack("<4f", 0.0, -0.0, float("inf"), float("-inf"))
+    assert len(header) == 0x33
+    first, second = shown["frame digest 0"], shown["frame digest 1"]
+    assert first == keyed(b"pd-frame", bytes.fromhex("33000000"), header, payload)
+    assert [first.hex(), second.hex()] == EXAMPLE["frame_digests"]
+    body = b"\x0a\x33" + header + b"\x12\x10" + payload + b"\x1a\x20" + first
+    assert shown["frame message"] == b"\x12" + bytes([len(body)]) + body
+    assert shown["scores"] == struct.pack("<2f", -1.0, 3.25)
+    logits = keyed(b"pd-logit", bytes.fromhex("04000000"), b"fp32", bytes.fromhex("01000000"), shown["scores"])
+    assert logits == shown["logits digest"] == bytes.fromhex(EXAMPLE["logits_digest"])
+    assert shown["counts"] == struct.pack("<IQII", 2, 32, 0, 2)
+    commit = keyed(b"pd-manif", first, second, logits, shown["identity digest"], shown["counts"])
+    assert commit == shown["commit digest"] == bytes.fromhex(EXAMPLE["manifest_digest"])
+    assert shown["commit message"] == b"\x22\x28" + b"\x08\x02\x10\x20\x20\x02" + b"\x2a\x20" + commit
+    sent = worked_example().messages
+    assert (shown["frame message"], shown["commit message"]) == (sent[1], sent[4])
+
+
+# Reasons.
+
+
+def raised(paths: Sequence[Path]) -> dict[str, set[tuple[type[PdserveError], bool]]]:
+    """reason -> (class, retryable) of every error that these files make with a reason of their own."""
+    found: dict[str, set[tuple[type[PdserveError], bool]]] = {}
+    for path in paths:
+        tree = ast.parse(path.read_text())
+        names = {
+            target.id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+                continue
+            kind = getattr(errors, node.func.id, None)
+            values = {k.arg: names.get(k.value.id) if isinstance(k.value, ast.Name) else k.value for k in node.keywords}
+            given = {name: getattr(value, "value", None) for name, value in values.items()}
+            reason = given.get("reason")
+            if isinstance(kind, type) and issubclass(kind, PdserveError) and isinstance(reason, str):
+                retry = given.get("retryable", kind.default_retryable)
+                found.setdefault(reason, set()).add((kind, bool(retry)))
+    return found
+
+
+def sources(package: str, *names: str) -> list[Path]:
+    return [ROOT / package / f"{name}.py" for name in names] or sorted((ROOT / package).glob("*.py"))
+
+
+def documented() -> dict[str, set[tuple[str, bool]]]:
+    """reason -> (status, retryable) in any of the page's tables."""
+    found: dict[str, set[tuple[str, bool]]] = {}
+    for reason, status, retry, _ in tables("reason | status | retry | what is wrong"):
+        found.setdefault(code_of(reason), set()).add((status, {"yes": True, "no": False}[retry]))
+    return found
+
+
+def test_the_reasons_of_a_push_are_those_that_conformance_expects() -> None:
+    rows = PAGE.split("Reasons of `Transfer/Push`:")[1].split("\n\n")[1].splitlines()[2:]
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    said = {code_of(reason): (status, retry == "yes") for reason, status, retry, _ in cells}
+    assert said == {reason: (status.name, retry) for reason, (status, retry) in PUSH_REASONS.items()}
+
+
+@pytest.mark.parametrize(
+    ("package", "names"),
+    [
+        ("decode_worker", ()),
+        ("prefill_worker", ()),
+        ("cache_transfer", ()),
+        ("pdserve", ("request",)),
+    ],
+)
+def test_every_reason_that_a_worker_gives_is_on_the_page(package: str, names: tuple[str, ...]) -> None:
+    said, made = documented(), raised(sources(package, *names))
+    assert made
+    for reason, kinds in made.items():
+        if reason in ("NO_PAGES_GRANTED",):  # a fault inside the receiver, never sent
+            continue
+        for kind, retry in kinds:
+            assert (grpc_code(kind("")).name, retry) in said.get(reason, set()), f"{reason} of {package}"
+
+
+def test_no_reason_on_the_page_is_made_up() -> None:
+    """What only helpers raise is in the vectors, which give every reason of a push."""
+    paths = [path for package in ("decode_worker", "prefill_worker", "cache_transfer") for path in sources(package)]
+    made = raised([*paths, *sources("pdserve", "request")]).keys() | PUSH_REASONS.keys()
+    states = {state.upper() for state in (STARTING, STALLED, DRAINING)}
+    assert documented().keys() <= made | states
+
+
+def test_claims_are_checked_in_the_order_of_the_page() -> None:
+    """Each fault with every later one planted too: the earlier must win."""
+    import dataclasses
+
+    from cache_transfer import digests
+    from cache_transfer.tickets import TicketBook, make_opening
+
+    vector = worked_example()
+    own, expected = vector.contract, vector.identity
+    now = [0.0]
+    book = TicketBook(b"i" * 16, 60.0, (), lambda: now[0])
+    ticket = book.issue("r", expected, 0, False)
+    opening = make_opening(ticket, expected, own, logits_only=False)
+    book.claim(opening, own)
+    second = book.reissue(ticket.handoff_id)
+    wrong = dataclasses.replace(expected, tenant="other")
+    other = dataclasses.replace(own, vocab_size=9)
+    worst = dataclasses.replace(
+        make_opening(second, wrong, other, logits_only=True),
+        attempt=1, incarnation=b"x" * 16, proof=bytes(32), integrity="none", kv_dtype="fp16",
+    )  # fmt: skip
+    order = [re.findall(r"`([A-Z_]{4,})`", reason)[0] for _, reason in table("check | error, reason")][1:]
+    repairs: list[dict[str, Any]] = [
+        {"incarnation": b"i" * 16, "handoff_id": b"u" * 16},
+        {"handoff_id": ticket.handoff_id},
+        {"attempt": 2},
+        {"claimed": False},
+        {"now": 0.0},
+        {"proof": digests.proof(second.secret, wrong)},
+        {"integrity": messages.INTEGRITY},
+        {"contract": own},
+        {},
+        {"identity": expected, "proof": digests.proof(second.secret, expected)},
+        {"kv_dtype": own.kv_dtype},
+        {"logits_only": False},
+    ]
+    book._entries[ticket.handoff_id].claimed = True
+    now[0] = 60.0
+    for reason, repair in zip(order, repairs, strict=True):
+        if repair:
+            with pytest.raises(PdserveError) as caught:
+                book.claim(worst, own)
+            assert caught.value.reason == reason
+        if "claimed" in repair:
+            book._entries[ticket.handoff_id].claimed = False
+        now[0] = repair.get("now", now[0])
+        changes = {name: value for name, value in repair.items() if name not in ("claimed", "now")}
+        worst = dataclasses.replace(worst, **changes)
+    book.claim(worst, own)
+
+
+# Fields, limits, defaults.
+
+
+def test_the_contract_table_has_every_code_with_its_class() -> None:
+    own = make_contract(layers=1, info={"name": "x"})
+    rows = {re.sub(r"\.[kv]\.", ".<plane>.", name): kind for name, _, kind in _flatten(own)}
+    rows = {name.replace("PLANES[0]", "PLANES[i]").replace("INFO.name", "INFO.<name>"): k for name, k in rows.items()}
+    said = {
+        code_of(code): kind.replace(" ", "_") for code, _, kind in table("code | field of `WorkerContract` | class")
+    }
+    assert list(said.items()) == list(rows.items())
+
+
+def test_the_tables_of_ticket_and_identity_have_every_field() -> None:
+    names = [name for cells in tables("field | meaning") for name in re.findall(r"`(\w+)`", cells[0])]
+    assert names[-6:] == [field.name for field in fields(HandoffIdentity)]
+    assert names[:-6] == [field.name for field in fields(contract.Ticket)]
+
+
+def test_the_casts_are_those_of_the_code() -> None:
+    assert {(code_of(sender), code_of(receiver)) for sender, receiver in table("sender | receiver")} == KV_CASTS
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    assert [int(limit) for _, limit in table("of | at most")] == [
+        wire.MAX_LAYERS,
+        wire.MAX_PLANES,
+        wire.MAX_PLANES_IN_ALL,
+        wire.MAX_HEADS,
+        wire.MAX_HEAD_DIM,
+        wire.MAX_ENTRIES,
+        wire.MAX_TEXT,
+        wire.MAX_INFO_TEXT,
+    ]
+
+
+def test_the_times_are_the_defaults() -> None:
+    settings, rpc = DecodeSettings(), RpcSettings()
+    for name, seconds, _ in table("setting | seconds | bounds"):
+        assert getattr(settings, code_of(name)) == float(seconds), name
+    receiver = ReceiverSettings()
+    assert receiver.open_timeout_s == rpc.call_timeout_s == 10.0 and "is due within 10 s" in PAGE
+    assert settings.max_attempts == 16 and "at most 16 attempts" in PAGE
+    assert PrefillSettings().lease_s == 60.0 and "to a prompt for 60 s" in PAGE
+    assert (rpc.keepalive_s, rpc.keepalive_timeout_s, rpc.min_ping_interval_s) == (20.0, 10.0, 1.0)
+    assert "every 20 s and give it up 10 s after" in PAGE
+    assert rpc.max_message_bytes == (4 << 20) + (64 << 10) and rpc.max_metadata_bytes == 16 << 10
+    assert f"`{ERROR_KEY}`" in PAGE and f"at most {MAX_TRAILER_BYTES} bytes" in PAGE
+
+
+def test_the_version_is_the_last_of_the_history() -> None:
+    versions = [int(version) for version, _ in table("version | what changed")]
+    assert versions == list(range(1, contract.VERSION + 1))
+    assert f"`version` of the contract is {contract.VERSION}." in PAGE
+
+
+def test_every_call_in_the_first_table_exists() -> None:
+    services = {
+        service.name: {method.name for method in service.methods}
+        for module in (decode_pb2, prefill_pb2, transfer_pb2, worker_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+    }
+    for call, *_ in table("call | caller | answers | what it is for"):
+        service, method = code_of(call).split("/")
+        assert method in services[service], call
+
+
+def test_links_and_sections_exist() -> None:
+    sections = {int(number) for number in re.findall(r"^## (\d+)\.", PAGE, re.MULTILINE)}
+    assert sections == set(range(1, len(sections) + 1))
+    assert {int(number) for number in re.findall(r"[Ss]ection (\d+)", PAGE)} <= sections
+    for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
