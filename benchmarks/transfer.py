@@ -4,7 +4,8 @@ The peer is a bare client stream of the same frame size (bare_stream.py), with n
 copy into pages. Both run in turn, several times; the best of each counts, which is what the code
 can do when nothing else runs. The last figure has no goal: it repeats the bare stream between
 the transfer's own processes, where freed frames are kept (cache_transfer/allocator.py), to show
-how much of the ratio is that setting.
+how much of the ratio is that setting. What verifying costs is measured afterwards, on the first
+case; verification.py says how.
 
 Pages are the engine's, in scattered order.
 """
@@ -25,6 +26,7 @@ from blake3 import blake3
 from benchmarks import bare_stream
 from benchmarks.bare_stream import BareStream
 from benchmarks.report import Figure, make_parser, report
+from benchmarks.verification import OFF, ON, Meter, Sample
 from cache_transfer.contract import (
     AttentionScheme,
     CachePlane,
@@ -36,7 +38,7 @@ from cache_transfer.contract import (
 )
 from cache_transfer.pages import KVSource, PageSink
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport
-from cache_transfer.sender import HandoffSender
+from cache_transfer.sender import HandoffSender, SendReport
 from cache_transfer.service import TransferService, register
 from cache_transfer.tickets import Claim, TicketBook
 from cache_transfer.transport import GrpcTransport
@@ -51,6 +53,8 @@ from pdserve.v1 import common_pb2
 
 SERVICE = "pdserve.benchmark.Peer"
 GOAL = 0.5
+VERIFICATION_GOAL = 0.3
+METER = Meter()
 VOCAB = 32000
 
 
@@ -148,12 +152,19 @@ class _Peer:
         ticket = self._book.issue("benchmark", self._case.identity(), 0, False)
         return ticket_to_proto(ticket).SerializeToString()
 
+    async def meter(self, mode: bytes, context: Any) -> bytes:
+        """Sets the meter of this process, if a mode is given; the sample."""
+        if mode:
+            METER.set(mode)
+        return METER.sample().pack()
+
     async def digest(self, _: bytes, context: Any) -> bytes:
         return _digest(SequenceSource(self._cache, self._pages, 0, self._case.tokens), self._case)
 
     def register(self, service: object, server: Any) -> None:
         handlers: dict[str, Any] = {
             "Issue": grpc.unary_unary_rpc_method_handler(self.issue),
+            "Meter": grpc.unary_unary_rpc_method_handler(self.meter),
             "Digest": grpc.unary_unary_rpc_method_handler(self.digest),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -192,43 +203,76 @@ async def _serve(case: Case, pipe: Connection) -> None:
     receiver.close()
 
 
-async def measure(case: Case, address: str, bare: BareStream, repeats: int) -> list[Figure]:
-    contract = case.contract(case.send_order, 16)
+async def measure(case: Case, address: str, bare: BareStream, repeats: int, verification: bool = False) -> list[Figure]:
     cache = PagedCache(case.spec(), case.config(case.send_order, 16))
     cache.storage.view(torch.int16).random_()
     source = SequenceSource(cache, case.pages(16), 0, case.tokens)
     link = channel(address)
     ours = peer = tuned = 0.0
     for _ in range(repeats):
-        ticket = ticket_from_proto(common_pb2.Ticket.FromString(await _ask(link, "Issue")))
-        sender = HandoffSender(
-            GrpcTransport(link, address), ticket, case.identity(), contract, source, logits_only=False
-        )
-        started = time.perf_counter()
-        for layer in range(case.layers):
-            sender.computed(layer, (0, case.tokens))
-        sender.logits("fp32", bytes(4 * VOCAB), case.tokens - 1)
-        sent = await sender.run()
-        ours = max(ours, sent.payload_bytes / (time.perf_counter() - started))
+        seconds, sent = await push(case, link, address, source)
+        ours = max(ours, sent.payload_bytes / seconds)
         frame_bytes = sent.payload_bytes // sent.frames
         peer = max(peer, await asyncio.to_thread(bare.measure, frame_bytes, sent.frames))
         tuned = max(tuned, await bare_stream.stream(link, frame_bytes, sent.frames))
     received = await _ask(link, "Digest")
+    cost = await cost_of_verification(case, link, address, source, repeats) if verification else []
     await link.close()
     if received != _digest(source, case):
         raise SystemExit("the received pages differ from the sent ones")
     return [
         Figure(f"transfer: {case.name}", ours / 1e9, "GB/s", peer / 1e9, GOAL),
         Figure("first case, bare stream keeps freed frames, too", ours / 1e9, "GB/s", tuned / 1e9),
+        *cost,
     ]
 
 
-async def _ask(link: grpc.aio.Channel, method: str) -> bytes:
+async def push(case: Case, link: grpc.aio.Channel, address: str, source: KVSource) -> tuple[float, SendReport]:
+    """One handoff of everything: its seconds, from the first announcement to the acknowledgement."""
+    ticket = ticket_from_proto(common_pb2.Ticket.FromString(await _ask(link, "Issue")))
+    contract = case.contract(case.send_order, 16)
+    sender = HandoffSender(GrpcTransport(link, address), ticket, case.identity(), contract, source, logits_only=False)
+    started = time.perf_counter()
+    for layer in range(case.layers):
+        sender.computed(layer, (0, case.tokens))
+    sender.logits("fp32", bytes(4 * VOCAB), case.tokens - 1)
+    sent = await sender.run()
+    return time.perf_counter() - started, sent
+
+
+async def cost_of_verification(
+    case: Case, link: grpc.aio.Channel, address: str, source: KVSource, repeats: int
+) -> list[Figure]:
+    """With and without digests in turn; the best time of each, and all CPU time of those with."""
+    best = {ON: float("inf"), OFF: float("inf")}
+    spent = Sample(0.0, 0.0)
+    for number in range(2 * repeats):
+        mode = (ON, OFF)[number % 2]
+        METER.set(mode)
+        before = METER.sample() + Sample.unpack(await _ask(link, "Meter", mode))
+        seconds, _ = await push(case, link, address, source)
+        best[mode] = min(best[mode], seconds)
+        if mode == ON:
+            spent += METER.sample() + Sample.unpack(await _ask(link, "Meter")) - before
+    METER.remove()
+    return [
+        Figure(
+            "verification: digests of both sides, share of both processes' CPU time",
+            spent.hashing / spent.process, "", goal=VERIFICATION_GOAL, at_most=True,
+        ),
+        Figure(
+            "verification: share of the transfer's wall time that goes without digests",
+            1 - best[OFF] / best[ON], "", goal=VERIFICATION_GOAL, at_most=True,
+        ),
+    ]  # fmt: skip
+
+
+async def _ask(link: grpc.aio.Channel, method: str, request: bytes = b"") -> bytes:
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = link.unary_unary(f"/{SERVICE}/{method}")
-    return await call(b"")
+    return await call(request)
 
 
-def run(case: Case, repeats: int) -> list[Figure]:
+def run(case: Case, repeats: int, verification: bool = False) -> list[Figure]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(case, theirs))
@@ -236,7 +280,7 @@ def run(case: Case, repeats: int) -> list[Figure]:
     theirs.close()
     try:
         with BareStream() as bare:
-            return asyncio.run(measure(case, ours.recv(), bare, repeats))
+            return asyncio.run(measure(case, ours.recv(), bare, repeats, verification))
     finally:
         ours.close()
         process.join()
@@ -246,8 +290,8 @@ def main() -> None:
     options = make_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     cases, repeats = (CASES, 12) if not options.quick else (tuple(replace(c, layers=8) for c in CASES[:2]), 3)
-    figures = [run(case, repeats) for case in cases]
-    report([*(first for first, _ in figures), figures[0][1]], options.json)
+    figures = [run(case, repeats, verification=case is cases[0]) for case in cases]
+    report([*(each[0] for each in figures), *figures[0][1:]], options.json)
 
 
 if __name__ == "__main__":

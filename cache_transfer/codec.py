@@ -97,9 +97,7 @@ class Coverage:
     gaps. So one number per head says all: below it everything arrived exactly once.
     """
 
-    def __init__(
-        self, contract: WorkerContract, start: int, end: int, max_payload_bytes: int, dtype: str = ""
-    ) -> None:
+    def __init__(self, contract: WorkerContract, start: int, end: int, max_payload_bytes: int, dtype: str = "") -> None:
         """`dtype` of the frames; empty: the contract's."""
         self._start, self._end = start, end
         self._max_payload_bytes = max_payload_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -11,6 +12,8 @@ from cache_transfer.push import decode_request, encode_response
 from cache_transfer.receiver import Receiver
 
 SERVICE = "pdserve.v1.Transfer"
+
+_SETTLE_S = 5.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -22,7 +25,11 @@ class TransferService:
         self._receiver = receiver
 
     async def Push(self, _requests: object, context: _Context) -> None:
-        await self._receiver.receive(_GrpcReceiverStream(context))
+        stream = _GrpcReceiverStream(context)
+        try:
+            await self._receiver.receive(stream)
+        finally:
+            await stream.settle()
 
 
 def register(service: TransferService, server: Any) -> None:
@@ -32,12 +39,33 @@ def register(service: TransferService, server: Any) -> None:
 
 
 class _GrpcReceiverStream:
+    """A write that is cancelled half-way goes on by itself, and no status may be sent before its end.
+
+    gRPC remembers only afterwards that initial metadata went out with the first message; a status
+    sent meanwhile brings it a second time, which fails, and the sender waits for a status in vain.
+    """
+
     def __init__(self, context: _Context) -> None:
         self._context = context
+        self._writing: asyncio.Task[None] | None = None
 
     async def read(self) -> Request | None:
         data = await self._context.read()
         return decode_request(data) if isinstance(data, bytes) else None
 
     async def write(self, message: Response) -> None:
-        await self._context.write(encode_response(message))
+        self._writing = asyncio.create_task(self._write(encode_response(message)))
+        await asyncio.shield(self._writing)
+
+    async def _write(self, data: bytes) -> None:
+        await self._context.write(data)
+
+    async def settle(self) -> None:
+        """Waits for a write that nobody waits for any more; not for long, since its reader may be gone."""
+        if self._writing is None:
+            return
+        done, _ = await asyncio.wait((self._writing,), timeout=_SETTLE_S)
+        if not done:
+            self._writing.cancel()
+        elif not self._writing.cancelled():
+            self._writing.exception()  # the call's end says it, too

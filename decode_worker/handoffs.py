@@ -124,7 +124,6 @@ class Handoffs:
             self._scheduler.withdraw(request)
             if not handed_out and sequence.pages:  # pages and the end of the wait met
                 self._scheduler.ungrant(sequence)
-            self._changed()
         sequence.allow(self._settings.receive_s, self._clock())
         return FirstWrite(sink, lambda: loop.call_soon_threadsafe(_receiving, sequence))
 

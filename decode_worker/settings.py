@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdserve.engine.plan import EngineConfig
-from pdserve.errors import ConfigError
+from pdserve.errors import not_allowed
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings, check_advertised
 
@@ -106,11 +106,13 @@ class DecodeSettings:
         """Raises ConfigError naming the first setting that cannot work."""
         for name in ("max_queue", "max_batch", "recompute_tokens", "max_unread_tokens", "max_attempts"):
             if getattr(self, name) < 1:
-                raise _wrong(name, getattr(self, name), "at least 1")
+                raise not_allowed("decode", name, getattr(self, name), "at least 1")
         if not 0 <= self.growth_watermark < 1:
-            raise _wrong("growth_watermark", self.growth_watermark, "a share of the pool from 0 to below 1")
+            raise not_allowed(
+                "decode", "growth_watermark", self.growth_watermark, "a share of the pool from 0 to below 1"
+            )
         if self.context_limit < 0:
-            raise _wrong("context_limit", self.context_limit, "0 or a number of tokens")
+            raise not_allowed("decode", "context_limit", self.context_limit, "0 or a number of tokens")
         for name in (
             "ticket_ttl_s",
             "idle_s",
@@ -122,12 +124,8 @@ class DecodeSettings:
             "stall_s",
         ):
             if not getattr(self, name) > 0:
-                raise _wrong(name, getattr(self, name), "more than 0 seconds")
+                raise not_allowed("decode", name, getattr(self, name), "more than 0 seconds")
         if self.grace_s < 0:
-            raise _wrong("grace_s", self.grace_s, "0 seconds or more")
+            raise not_allowed("decode", "grace_s", self.grace_s, "0 seconds or more")
         check_advertised("decode.advertise", self.advertise, self.rpc)
         check_advertised("decode.advertise_transfer", self.advertise_transfer, self.rpc)
-
-
-def _wrong(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"{value!r} is not allowed", field=f"decode.{name}", remedy=f"use {expected}")

@@ -151,3 +151,8 @@ class ConfigError(PdserveError):
 
 class CheckpointError(PdserveError):
     default_reason = "CHECKPOINT"
+
+
+def not_allowed(section: str, name: str, value: object, expected: str) -> ConfigError:
+    """For a setting out of its range, such as `[decode] max_batch`."""
+    return ConfigError(f"{value!r} is not allowed", field=f"{section}.{name}", remedy=f"use {expected}")

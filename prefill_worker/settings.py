@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdserve.engine.plan import EngineConfig
-from pdserve.errors import ConfigError
+from pdserve.errors import not_allowed
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings, check_advertised
 
@@ -76,20 +76,18 @@ class PrefillSettings:
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
         if self.max_queue < 1:
-            raise _wrong("max_queue", self.max_queue, "at least 1")
+            raise not_allowed("prefill", "max_queue", self.max_queue, "at least 1")
         if self.max_running < 1:
-            raise _wrong("max_running", self.max_running, "at least 1")
+            raise not_allowed("prefill", "max_running", self.max_running, "at least 1")
         if self.chunk_tokens < 2 * self.max_running:
-            raise _wrong("chunk_tokens", self.chunk_tokens, f"at least twice max_running ({2 * self.max_running})")
+            raise not_allowed(
+                "prefill", "chunk_tokens", self.chunk_tokens, f"at least twice max_running ({2 * self.max_running})"
+            )
         if self.context_limit < 0:
-            raise _wrong("context_limit", self.context_limit, "0 or a number of tokens")
+            raise not_allowed("prefill", "context_limit", self.context_limit, "0 or a number of tokens")
         for name in ("lease_s", "reap_s", "stall_s"):
             if not getattr(self, name) > 0:
-                raise _wrong(name, getattr(self, name), "more than 0 seconds")
+                raise not_allowed("prefill", name, getattr(self, name), "more than 0 seconds")
         if self.grace_s < 0:
-            raise _wrong("grace_s", self.grace_s, "0 seconds or more")
+            raise not_allowed("prefill", "grace_s", self.grace_s, "0 seconds or more")
         check_advertised("prefill.advertise", self.advertise, self.rpc)
-
-
-def _wrong(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"{value!r} is not allowed", field=f"prefill.{name}", remedy=f"use {expected}")

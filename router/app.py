@@ -52,6 +52,7 @@ class Router:
         settings.check()
         self.authenticator = Authenticator(settings)
         self._draining = False
+        self.hung = False  # it has no threads of its own
         self.broken = asyncio.Event()  # stays unset: the pool's task logs what it meets, warns in status and goes on
         self._owns_registry = registry is None
         self.registry = registry or open_registry(settings.registry.url, settings.registry, settings.rpc)

@@ -12,6 +12,8 @@ worker's last report.
 While the registry cannot be reached, or a refresh fails in any other way, the last known pool
 stays in use, `warning` says so, and the task goes on. For one lease after it is back, workers it
 has forgotten stay too: a registry that lost its memory learns of them with their next heartbeat.
+So it is after a snapshot that is late by a lease: the registry or this process stood still, and
+with them, maybe, all heartbeats.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ class Pool:
         self._suspects: dict[bytes, float] = {}  # incarnation -> when a call to it failed
         self._jobs: dict[bytes, list[Job]] = {}  # by incarnation
         self._first_seen: dict[str, int] = {}  # model -> Unix seconds
+        self._refreshed_at = clock()
         self._grace_until = 0.0
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -111,8 +114,11 @@ class Pool:
                 log.warning("registry unreachable, serving from the last known pool: %s", error)
             self.warning = f"registry unreachable, serving from the last known pool: {error}"
             return
-        if self.warning:
-            self._grace_until = self._clock() + max((m.record.lease_s for m in self._members.values()), default=0.0)
+        leases = [member.record.lease_s for member in self._members.values()]
+        now, due_at = self._clock(), self._refreshed_at + self._refresh_s
+        self._refreshed_at = now
+        if leases and (self.warning or now > due_at + min(leases)):
+            self._grace_until = now + max(leases)
         self._apply(asked_at, records)
         if self._on_addresses is not None:
             await self._on_addresses({member.address for member in self._members.values()})

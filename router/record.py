@@ -210,7 +210,7 @@ class Account:
             transfer_ms=r.transfer_ms,
             first_token_ms=_ms(received, self.first_token_at),
             decode_tokens_per_s=(self.output_tokens - 1) / decode_s if decode_s > 0 else 0.0,
-            conversions=last.pair.conversions if last else (),
+            conversions=_converted(self.trials),
             notes=(*self.request.notes, *self.notes),
             output_tokens=self.output_tokens,
             outcome=self.outcome,
@@ -255,3 +255,9 @@ def _ids(members: Iterable[Member]) -> tuple[str, ...]:
 def _ms(start: float, end: float) -> float:
     """Between two times; 0 while the second has not come."""
     return 1000 * (end - start) if end else 0.0
+
+
+def _converted(trials: list[Trial]) -> tuple[FieldDifference, ...]:
+    """What was converted on the way to any of the tokens; the last attempt counts without any, too."""
+    made = [trial for trial in trials if trial.output_tokens or trial is trials[-1]]
+    return tuple(dict.fromkeys(difference for trial in made for difference in trial.pair.conversions))

@@ -64,7 +64,9 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
 
     # A coroutine that writes, not a generator: so the time a client takes for a message is ours to bound.
     async def Generate(self, message: gateway_pb2.GenerateRequest, context: Context) -> None:
-        """Before the first token a failure is the status alone; afterwards an error event comes first."""
+        """Before the first token a failure is the status alone, afterwards an error event comes first. If asked for,
+        the record comes before either.
+        """
         tenant = self._authenticator.tenant(credentials(context.invocation_metadata()))
         request = await self._intake.take(ask_from_proto(message, context.time_remaining()), tenant)
         streaming, delivered = False, 0

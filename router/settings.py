@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.errors import ConfigError
+from pdserve.errors import not_allowed
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings
 from router.tenants import Tenant, check_tenants
@@ -125,19 +125,15 @@ class RouterSettings:
         """Raises ConfigError naming the first setting that cannot work."""
         for name in ("port", "http_port"):
             if not 0 <= getattr(self, name) < 65536:
-                raise _wrong(name, getattr(self, name), "a port from 0 to 65535")
+                raise not_allowed("router", name, getattr(self, name), "a port from 0 to 65535")
         for name in _SECONDS:
             if not 0 < getattr(self, name) < float("inf"):
-                raise _wrong(name, getattr(self, name), "more than 0 seconds")
+                raise not_allowed("router", name, getattr(self, name), "more than 0 seconds")
         for name in _COUNTS:
             if getattr(self, name) < 1:
-                raise _wrong(name, getattr(self, name), "at least 1")
+                raise not_allowed("router", name, getattr(self, name), "at least 1")
         if not 0 <= self.grace_s < float("inf"):
-            raise _wrong("grace_s", self.grace_s, "0 seconds or more")
+            raise not_allowed("router", "grace_s", self.grace_s, "0 seconds or more")
         if not self.tenant:
-            raise _wrong("tenant", self.tenant, "a name")
+            raise not_allowed("router", "tenant", self.tenant, "a name")
         check_tenants(self.tenants)
-
-
-def _wrong(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"{value!r} is not allowed", field=f"router.{name}", remedy=f"use {expected}")

@@ -22,7 +22,13 @@ WORKER = (
     "pdserve.config",
     "cache_transfer",
 )
-SETTINGS = ("prefill_worker.settings", "decode_worker.settings", "router.settings", "router.tenants", "pdserve.registry.settings")
+SETTINGS = (
+    "prefill_worker.settings",
+    "decode_worker.settings",
+    "router.settings",
+    "router.tenants",
+    "pdserve.registry.settings",
+)
 
 # package or module -> what it may import besides itself and ANYONE; the longest name decides.
 ARROWS: dict[str, tuple[str, ...]] = {

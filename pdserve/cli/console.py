@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.errors import PdserveError
-from pdserve.rpc.events import HandoffRecord, PositionLogprobs
+from pdserve.rpc.events import AttemptRecord, HandoffRecord, PositionLogprobs
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -65,12 +65,21 @@ def record_rows(record: HandoffRecord) -> list[tuple[str, str]]:
         ("sent", f"{record.bytes_sent:,} bytes in {record.frames_sent} frames"),
         ("queued", f"{record.queued_ms:.1f} ms"),
         ("prefill", f"{record.prefill_ms:.1f} ms"),
+        ("push", f"{record.push_ms:.1f} ms from grant to acknowledgement, prefill's own time included"),
         ("transfer", f"{record.transfer_ms:.1f} ms after the last layer (the rest overlapped with prefill)"),
         ("first token", f"{record.first_token_ms:.1f} ms after the request arrived"),
         ("decode", f"{record.decode_tokens_per_s:.1f} tokens/s"),
     ]
     if record.attempts > 1:
         rows.append(("attempts", str(record.attempts)))
+        rows += [(f"attempt {number}", attempt_text(attempt)) for number, attempt in enumerate(record.history, 1)]
     rows += [("converted", str(difference)) for difference in record.conversions]
     rows += [("note", note) for note in record.notes]
     return rows
+
+
+def attempt_text(attempt: AttemptRecord) -> str:
+    """One attempt in one line."""
+    tokens = f"tokens {attempt.first_index} to {attempt.first_index + attempt.output_tokens - 1}, then "
+    end = f"{attempt.outcome} at {attempt.failed_worker}" if attempt.failed_worker else attempt.outcome
+    return f"{attempt.prefill_worker} -> {attempt.decode_worker}: {tokens if attempt.output_tokens else ''}{end}"

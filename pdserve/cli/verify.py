@@ -93,6 +93,7 @@ def _verify(
     import torch
 
     from pdserve.config import load_config
+    from pdserve.verify.compare import WORST
     from pdserve.verify.report import to_json
     from pdserve.verify.run import Request, verify
     from pdserve.verify.sides import Side, parse_side
@@ -115,6 +116,9 @@ def _verify(
     )
     comparisons, prompts = verify([first, *others], request, progress)
     if as_json is None or str(as_json) != "-":
+        lengths = ", ".join(str(len(ids)) for ids in prompts)
+        out.print(f"prompts of {lengths} tokens, then {tokens} greedy tokens each")
+        out.print(f"errors are relative to a row's norm; the worst row may have {WORST:g} times the mean's tolerance\n")
         show(comparisons, every)
     if as_json is not None:
         _write(as_json, json.dumps(to_json(comparisons, prompts, tokens), indent=1))
@@ -127,10 +131,11 @@ def show(comparisons: Iterable[Comparison], every: bool) -> None:
     from pdserve.verify.report import by_layer, place
 
     for comparison in comparisons:
+        left, right = comparison.left.side.text, comparison.right.side.text
+        out.print(Text(f"{right} against {left}", style="italic"))
         findings = comparison.findings if every else by_layer(comparison)
         out.print(_table(comparison, findings))
         first = comparison.first
-        left, right = comparison.left.side.text, comparison.right.side.text
         if comparison.equal:
             bits = all(finding.bits_equal for finding in comparison.findings)
             how = "bit for bit" if bits else f"within {comparison.tolerance:.0e}"
@@ -147,14 +152,12 @@ def show(comparisons: Iterable[Comparison], every: bool) -> None:
 
 def _table(comparison: Comparison, findings: Sequence[Finding]) -> Table:
     table = Table(
-        title=f"{comparison.right.side.text} against {comparison.left.side.text}",
-        title_justify="left",
         box=None,
         pad_edge=False,
     )
     columns = ("layer", "prompt", "tensor", "token", "max abs", "worst row", "mean", "tolerance", "ok", "")
     for column in columns:
-        table.add_column(column, justify="left" if column in ("tensor", "ok", "") else "right")
+        table.add_column(column, justify="left" if column in ("tensor", "ok", "") else "right", no_wrap=bool(column))
     layers = comparison.left.shape.layers
     for f in findings:
         exact = f.tolerance == 0.0

@@ -36,7 +36,7 @@ class AsyncClient:
         self._closed = False
 
     async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event]:
-        """Yields Accepted, Tokens ..., HandoffRecord if wanted, Finish.
+        """Yields Accepted, Tokens ..., HandoffRecord if wanted, Finish. Or the record and an error.
 
         Leaving the loop early cancels the request at the server; to do so at a definite
         moment, iterate within `contextlib.aclosing`.

@@ -34,7 +34,7 @@ class Client:
         self._closed = False
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generator[Event]:
-        """Yields Accepted, Tokens ..., HandoffRecord if wanted, Finish.
+        """Yields Accepted, Tokens ..., HandoffRecord if wanted, Finish. Or the record and an error.
 
         Leaving the loop early cancels the request at the server.
 

@@ -10,7 +10,7 @@ import grpc
 
 from cache_transfer.wire import contract_to_proto
 from pdserve.conformance import variants
-from pdserve.conformance.bench import Bench, expect, refuses
+from pdserve.conformance.bench import Bench, expect, refuses, skip
 from pdserve.conformance.cases import Case
 from pdserve.conformance.hostile import garbage
 from pdserve.conformance.peer import opening_for
@@ -55,10 +55,29 @@ def _must_equal_at_a_retry(bench: Bench) -> None:
         expect(failure.error.differences[0].code == code, f"refused for {failure.error.differences}")
 
 
+def _other_numerics(bench: Bench) -> None:
+    """Allowed with loss, but not what was announced at admission: neither at the push nor at a retry."""
+    other = variants.castable(bench.contract)
+    if other is None:
+        skip("the worker allows no loss")
+    first = bench.token()
+    with bench.handoff() as handoff:
+        draft = handoff.draft(bench.other_token(first))
+        draft.opening.contract.CopyFrom(contract_to_proto(other))
+        draft.opening.kv_dtype = other.kv_dtype
+        bench.refused(draft.ticket, draft.messages(), ("CONTRACT_MISMATCH",), ("KV_DTYPE",))
+        handoff.complete(first)
+    with bench.handoff() as handoff:
+        bench.hostile_inputs += 1
+        handoff.request.send(retry=decode_pb2.DecodeRetry(prefill_contract=contract_to_proto(other)))
+        refuses(handoff.request.answer, _S.FAILED_PRECONDITION, "NUMERICS_CHANGED")
+
+
 _CONTRACTS: dict[str, Callable[[Bench], None]] = {
     "each field that must be equal, at admission": _must_equal_at_admission,
     "each field that must be equal, at the push": _must_equal_at_the_push,
     "a field that must be equal, at a retry": _must_equal_at_a_retry,
+    "other numerics than were announced": _other_numerics,
 }
 
 

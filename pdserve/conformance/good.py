@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -208,12 +207,10 @@ def _informational(bench: Bench) -> None:
 
 
 def _lossy(bench: Bench) -> None:
-    if not bench.contract.allow_lossy:
-        skip("the worker does not allow loss")
-    senders = [dtype for dtype in ("fp32", "bf16") if dtype != bench.contract.kv_dtype]
-    if bench.contract.kv_dtype not in ("fp32", "bf16"):
-        skip(f"nothing is cast into {bench.contract.kv_dtype}")
-    _with_contract(bench, replace(bench.contract, kv_dtype=senders[0]), ("KV_DTYPE",))
+    other = variants.castable(bench.contract)
+    if other is None:
+        skip("the worker allows no loss")
+    _with_contract(bench, other, ("KV_DTYPE",))
 
 
 def _with_contract(bench: Bench, other: WorkerContract, codes: tuple[str, ...]) -> None:

@@ -23,7 +23,6 @@ from pdserve.rpc.settings import RpcSettings
 from pdserve.rpc.status import difference_from_proto, from_rpc_error, has_detail
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, worker_pb2, worker_pb2_grpc
 
-
 _ANY_SIZE = (("grpc.max_send_message_length", -1),)  # it is the worker's limit that is tried
 
 

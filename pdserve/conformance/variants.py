@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from cache_transfer.contract import WorkerContract
+from cache_transfer.contract import KV_CASTS, WorkerContract
 
 _OTHER = {"fp32": "bf16", "bf16": "fp32", "fp16": "fp32", "float64": "fp32"}
 
@@ -57,6 +57,12 @@ def lossy(c: WorkerContract) -> Iterator[tuple[str, WorkerContract]]:
     yield "KV_DTYPE", replace(c, kv_dtype=_OTHER[c.kv_dtype])
     yield "WEIGHT_DTYPE", replace(c, weight_dtype=f"{c.weight_dtype}2")
     yield "ACTIVATION_DTYPE", replace(c, activation_dtype=f"{c.activation_dtype}2")
+
+
+def castable(c: WorkerContract) -> WorkerContract | None:
+    """A sender whose cache this worker casts as it takes it; None when it allows no loss, or casts nothing."""
+    sender = next((sender for sender, own in sorted(KV_CASTS) if own == c.kv_dtype), "")
+    return replace(c, kv_dtype=sender) if sender and c.allow_lossy else None
 
 
 def convertible(c: WorkerContract) -> Iterator[tuple[str, WorkerContract]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pdserve.errors import ConfigError, Internal
 
@@ -29,4 +31,5 @@ def cast_bytes(payload: memoryview, source: torch.dtype, target: torch.dtype) ->
     if payload.nbytes % source.itemsize:
         raise Internal(f"{payload.nbytes} bytes are no scalars of {source.itemsize}", field="payload")
     values = torch.frombuffer(bytearray(payload), dtype=source)  # torch takes no read-only memory
-    return memoryview(values.to(target).view(torch.uint8).numpy()).cast("B")
+    cast: NDArray[np.uint8] = values.to(target).view(torch.uint8).numpy()
+    return cast.data

@@ -33,6 +33,7 @@ from pdserve.rpc.server import Server
 log = logging.getLogger(__name__)
 
 SETTLE_S = 5.0  # for a running step, writers and tasks to end once they were told to
+HUNG_S = 1.0  # the same for a step that has had more than SETTLE_S already
 STREAM_GRACE_S = 1.0  # for streams to deliver their last event when the worker stops
 
 
@@ -62,6 +63,8 @@ class PoolWorker(ABC):
         self.incarnation = secrets.token_bytes(16)
         self.broken = asyncio.Event()
         """Set when a background task died of a fault of ours: the process should be replaced."""
+        self.hung = False
+        """The engine's thread could not be ended; nothing but force ends its process."""
         self.stalled = False
         """The running step takes longer than `stall_s`; a process that stays so should be replaced."""
         self._phase = STARTING
@@ -121,7 +124,7 @@ class PoolWorker(ABC):
     async def drain(self, grace_s: float | None = None) -> None:
         """Leaves the registry, takes no new request, lets those here finish for `grace_s`, then ends them.
 
-        Returns when every page is back, or SETTLE_S after the last request was told to end. Idempotent.
+        Returns when every page is back, or at most SETTLE_S after the last request was told to end. Idempotent.
         """
         self._phase = DRAINING
         if self._heartbeat is not None:
@@ -130,7 +133,7 @@ class PoolWorker(ABC):
         if not await self._quiet_within(self._common.grace_s if grace_s is None else grace_s):
             log.warning("%s: the grace period is over, %d requests end", self.worker_id, self.pipeline.count)
         self.pipeline.end_all(self._not_serving())
-        if not self._abandoned and not await self._quiet_within(SETTLE_S):
+        if not self._abandoned and not await self._quiet_within(self._settle_s):
             self._abandoned = True
             log.error(
                 "%s: %d requests with %d pages are abandoned: an engine step has been running for %.0f s",
@@ -148,7 +151,8 @@ class PoolWorker(ABC):
             self._abandoned = True
             log.error("%s: tasks that do not end are abandoned: %s", self.worker_id, ", ".join(left))
         await self._close(wait=not self._abandoned)
-        if not await asyncio.to_thread(self._steps.close, 0.0 if self._abandoned else SETTLE_S):
+        if not await asyncio.to_thread(self._steps.close, 0.0 if self._abandoned else self._settle_s):
+            self.hung = True
             log.error("%s: an engine step that does not end is abandoned", self.worker_id)
 
     # -- what others see -----------------------------------------------------------------------
@@ -219,6 +223,11 @@ class PoolWorker(ABC):
         if self._heartbeat is not None:
             self._background.spawn(self._heartbeat.renew(), "news of the engine")
         await self._report()
+
+    @property
+    def _settle_s(self) -> float:
+        """For the running step to end."""
+        return HUNG_S if self._steps.busy_s > SETTLE_S else SETTLE_S
 
     async def _quiet_within(self, seconds: float) -> bool:
         try:

@@ -103,6 +103,7 @@ class RedisRegistry:
             )
         except (ValueError, TypeError) as error:
             raise _bad_url(self.address, self._scrub(str(error))) from None
+        self._bad: dict[bytes, str] = {}  # records that the last snapshot left out, and why
         self._register = self._client.register_script(_REGISTER)
         self._heartbeat = self._client.register_script(_HEARTBEAT)
         self._deregister = self._client.register_script(_DEREGISTER)
@@ -144,7 +145,12 @@ class RedisRegistry:
         known, self._birth = self._birth or birth, birth
         if birth != known:
             raise self._unavailable("it has lost its memory", "wait: workers come back with their next heartbeat")
-        live = [read for row in rows if (read := _read(row)) is not None]
+        bad: dict[bytes, str] = {}
+        live = [read for row in rows if (read := _read(row, bad)) is not None]
+        for worker_id, problem in bad.items():
+            if self._bad.get(worker_id) != problem:  # said once, not at every refresh
+                log.warning("a worker record in Redis %s and is left out: %r", problem, worker_id)
+        self._bad = bad
         return tuple(sorted(live, key=lambda each: each.record.worker_id))
 
     async def close(self) -> None:
@@ -208,10 +214,11 @@ def _bad_url(shown: str, problem: str) -> ConfigError:
     )
 
 
-def _read(row: list[Any]) -> LiveRecord | None:
+def _read(row: list[Any], bad: dict[bytes, str]) -> LiveRecord | None:
+    """None for a record that cannot be used; what is wrong with it goes to `bad`."""
     worker_id, record, state, load, left_ms = row
     if record is None or state is None or load is None:
-        log.warning("a worker record in Redis lacks fields and is left out: %r", worker_id)
+        bad[worker_id] = "lacks fields"
         return None
     try:
         message = registry_pb2.WorkerRecord.FromString(record)
@@ -219,6 +226,6 @@ def _read(row: list[Any]) -> LiveRecord | None:
         read = record_from_proto(message)
         read = replace(read, load=load_from_proto(gateway_pb2.Load.FromString(load)))
     except (DecodeError, InvalidRequest, UnicodeDecodeError) as error:
-        log.warning("a worker record in Redis cannot be read and is left out: %r: %s", worker_id, error)
+        bad[worker_id] = f"cannot be read ({error})"
         return None
     return LiveRecord(read, max(0, left_ms) / 1000)

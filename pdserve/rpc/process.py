@@ -4,7 +4,8 @@ start() --ready line--> serving --SIGTERM, SIGINT, or the end of standard input-
 
 Each of these steps is bounded by the service. What is left then cannot be ended from inside: a
 thread that hangs in a step or a driver, which Python would wait for without limit at exit. So
-`EXIT_S` after stop() the process ends by force, with status 1.
+the process ends by force, with status 1: `HUNG_S` after stop() if the service knows of such a
+thread, else `EXIT_S` after it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pdserve.errors import CheckpointError, ConfigError, Internal, PdserveError
 log = logging.getLogger(__name__)
 
 EXIT_S = 10.0  # for connections to close and threads to end, once the service has stopped
+HUNG_S = 0.5  # the same where one thread is known never to end
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -31,6 +33,7 @@ class Service(Protocol):
     """What a router and the workers have in common."""
 
     broken: asyncio.Event  # a background task died of a fault of ours
+    hung: bool  # after stop(): a thread of it is left that does not end
 
     async def start(self) -> Any: ...
 
@@ -79,7 +82,7 @@ async def serve(service: Service, ready: Callable[[], str], stopping: asyncio.Ev
         await service.drain()
     finally:
         await service.stop()
-    _exit_by_force_after(EXIT_S)
+    _exit_by_force_after(HUNG_S if service.hung else EXIT_S)
     if service.broken.is_set():
         raise Internal("the service failed", remedy="see its log")
 

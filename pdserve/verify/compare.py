@@ -12,7 +12,7 @@ rounding meets single rows hard, where a layer begins a very large value, but ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -116,8 +116,13 @@ def default_tolerance(left: Run, right: Run) -> float:
     return max(TOLERANCES[name] for name in names)
 
 
+def agreed(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
 def _prompt(number: int, a: Observed, b: Observed, limit: float) -> Iterator[Finding]:
-    rows = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a.ids, b.ids, strict=False)))
+    rows = agreed(a.ids, b.ids)
     at = Finding(number, -1, "positions", True)
     yield _exact(at, a.positions[:rows], b.positions[:rows])
     for layer, (x, y) in enumerate(zip(a.layers, b.layers, strict=True)):
@@ -199,7 +204,7 @@ def _scale(norms: Tensor) -> Tensor:
 
 def _scores(at: Finding, a: Observed, b: Observed, limit: float) -> Iterator[Finding]:
     """Logits after every prefix that both sides ran; then ranks, then the tokens that were chosen."""
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a.outputs, b.outputs, strict=False)))
+    same = agreed(a.outputs, b.outputs)
     steps = min(len(a.logits), len(b.logits), same + 1)
     x, y = (torch.stack(list(side.logits[:steps])).double() for side in (a, b))
     logits = values_finding(replace(at, tensor="logits"), x, y, limit)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cache_transfer.contract import diff
 from pdserve.engine.observe import Observed
-from pdserve.verify.compare import Comparison, Finding, default_tolerance
+from pdserve.verify.compare import WORST, Comparison, Finding, agreed, default_tolerance
 from pdserve.verify.observing import Run
 from pdserve.verify.sides import REUSED
 
@@ -33,7 +33,7 @@ class _Case:
         self.a: Observed = self.left.observed[first.prompt]
         self.b: Observed = self.right.observed[first.prompt]
         self.found = {(f.layer, f.tensor): f for f in comparison.findings if f.prompt == first.prompt}
-        self.rows = min(len(self.a.ids), len(self.b.ids))
+        self.rows = agreed(self.a.ids, self.b.ids)
 
     def ok(self, tensor: str) -> bool:
         """The first divergence's layer has this tensor right, on both sides."""
@@ -52,7 +52,7 @@ class _Case:
         return x, y
 
     def near(self, x: Tensor, y: Tensor) -> bool:
-        limit = 5 * max(self.comparison.tolerance, default_tolerance(self.left, self.right))
+        limit = WORST * max(self.comparison.tolerance, default_tolerance(self.left, self.right))
         return float((x - y).norm()) <= limit * max(float(x.norm()), 1e-30)
 
 
@@ -139,9 +139,10 @@ def _causality(case: _Case) -> str | None:
 def _cache(case: _Case) -> str | None:
     if case.is_at("length"):
         return f"cache length: layer {case.first.layer} has {case.first.detail}"
-    if case.is_at("k", "v") and case.ok("attended") and case.ok("y"):
+    made = case.values("attended") if case.is_at("k", "v") else None
+    if made is not None and case.near(*(t[: case.a.prompt_tokens] for t in made)):
         return (
-            f"cache: layer {case.first.layer} computed the same and its cache holds other {case.first.tensor} "
+            f"cache: layer {case.first.layer} computed the prompt alike and its cache holds other {case.first.tensor} "
             "(what was stored or transferred, not what was computed)"
         )
     return None

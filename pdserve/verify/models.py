@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+
 from pdserve.engine.engine import Engine
 from pdserve.engine.load import load_model, model_path
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import EngineConfig
+from pdserve.errors import ConfigError
 from pdserve.tokenizer import Bundle, load_bundle
 from pdserve.verify.sides import Side
 
@@ -25,6 +28,7 @@ class Models:
         """Raises CheckpointError, ConfigError."""
         key = side.model, side.engine.dtype, side.engine.device
         if key not in self._loaded:
+            _check_device(side.engine.device)
             self._loaded[key] = load_model(model_path(side.model), side.engine.dtype, side.engine.device)
         return self._loaded[key]
 
@@ -39,3 +43,12 @@ class Models:
 
 def pages_for(tokens: int, config: EngineConfig) -> int:
     return -(-tokens // config.page_size)
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without the device
+        raise ConfigError(
+            f"this machine has no device {name!r}", field="device", remedy="use device:cpu, or another build of torch"
+        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from cache_transfer.contract import INFORMATIONAL, diff
@@ -97,7 +97,3 @@ def _differences(left: Run, right: Run) -> list[dict[str, str]]:
     if left.contract is None or right.contract is None:
         return []
     return [asdict(d) for d in diff(left.contract, right.contract) if d.kind != INFORMATIONAL]
-
-
-def failures(findings: Iterable[Finding]) -> int:
-    return sum(not finding.ok for finding in findings)

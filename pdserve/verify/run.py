@@ -85,7 +85,8 @@ def _prompts(sides: Sequence[Side], request: Request, models: Models) -> Prompts
         context=min(MAX_PROMPT, min(fact.context for fact in facts) - request.tokens - 1),
         unit=max(max(side.engine.page_size, side.chunk_tokens) for side in sides),
     )
-    bundle = next((found for side, fact in zip(sides, facts, strict=True) if (found := fact.bundle())), None)
+    texts = request.texts or not request.ids  # tokenizers take their time to read
+    bundle = next((found for fact in facts if (found := fact.bundle())), None) if texts else None
     return make_prompts(request.texts, request.ids, bundle, limits)
 
 

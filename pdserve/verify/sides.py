@@ -76,7 +76,7 @@ def _with_word(side: Side, word: str) -> Side:
         return _engine(side, dtype=word)
     if word in _WORDS:
         return _WORDS[word](side)
-    if word == PACKAGED or Path(word).exists():
+    if word == PACKAGED or (word and Path(word).exists()):
         return replace(side, kind=ENGINE, model=word)
     if name in _NUMBERED and value.isascii() and value.isdigit() and int(value) > 0:
         return _NUMBERED[name](side, int(value))

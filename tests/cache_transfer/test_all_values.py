@@ -1,4 +1,4 @@
-"""Every value of every dtype arrives bit for bit from one engine's pages in another's; a whole cache is numel * itemsize.
+"""Every value of every dtype arrives bit for bit from one engine's pages in another's; bytes are numel * itemsize.
 
 NaNs with payloads, both zeros, subnormals, infinities, and numbers that a narrower dtype could not hold.
 """

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 KEY = "sk-0123456789abcdef"
-COMMANDS = ("up", "generate", "status", "down", "demo", "config")
+COMMANDS = ("up", "generate", "status", "down", "demo", "config", "conformance")
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from pdserve.cli.state import read_running
-from pdserve.client import Client
-from pdserve.client.events import Event, Finish, Tokens
+from pdserve.client import Client, Finish, Tokens
+from pdserve.client.events import Event
 from pdserve.engine.checkpoint import save_spec_checkpoint
 from pdserve.engine.engine import Engine
 from pdserve.engine.load import load_model

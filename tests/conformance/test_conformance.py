@@ -37,7 +37,7 @@ from tests.engine.tiny import SEVEN, seven_model, tiny_engine
 LIMITS = Limits(timeout_s=10.0, settle_s=2.0)
 WHOLE = "a whole cache"
 CLOCKED = ("an expired ticket", "the sender stalls between two frames")
-LOSS = "loss is reported, where both sides allow it"
+LOSS = ("loss is reported, where both sides allow it", "other numerics than were announced")
 
 
 async def examine(r: Rig, *only: str, limits: Limits = LIMITS) -> list[Result]:
@@ -56,7 +56,7 @@ async def test_our_worker_passes_every_case() -> None:
     async with rig() as r:
         results = await examine(r)
     assert len(results) == len(all_cases())
-    assert others(results).keys() == {*CLOCKED, LOSS}, others(results)
+    assert others(results).keys() == {*CLOCKED, *LOSS}, others(results)
     assert all(result.outcome is not Outcome.FAIL for result in results)
     assert sum(result.hostile_inputs for result in results) > 350
 
@@ -78,7 +78,7 @@ async def test_a_worker_that_allows_loss_passes() -> None:
 async def test_workers_of_other_dtypes_pass(dtype: str) -> None:
     async with rig(decode=tiny_engine(dtype=dtype, deterministic=True)) as r:
         results = await examine(r, "good", "logits")
-    assert others(results).keys() == {LOSS}, others(results)
+    assert others(results).keys() == {LOSS[0]}, others(results)
 
 
 async def test_a_model_with_one_head_and_few_tokens_passes() -> None:
@@ -90,7 +90,7 @@ async def test_a_model_with_one_head_and_few_tokens_passes() -> None:
     assert engine.spec == SEVEN
     async with rig(decode=engine) as r:
         results = await examine(r, "good", "contracts", "frames", "damage")
-    assert others(results).keys() == {CLOCKED[1], LOSS}, others(results)
+    assert others(results).keys() == {CLOCKED[1], *LOSS}, others(results)
 
 
 # What a worker could do wrong, and a case that must notice.

@@ -18,11 +18,12 @@ import torch
 from cache_transfer.pages import PageSink, Range
 from cache_transfer.receiver import ReceivedLogits, ReceiveReport, ReceiverHost
 from cache_transfer.tickets import Claim
+from cache_transfer.wire import contract_to_proto
 from decode_worker.worker import DecodeWorker
 from pdserve.errors import Cancelled, Fenced, PdserveError
 from pdserve.request import SamplingParams
 from pdserve.v1 import decode_pb2, worker_pb2
-from tests.decode_worker.rig import WAIT_S, Call, Computed, Rig, contract_to_proto, local, rig
+from tests.decode_worker.rig import WAIT_S, Call, Computed, Rig, local, rig
 from tests.engine.tiny import prompt, tiny_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, seed=0)

@@ -143,7 +143,7 @@ def test_recomputation_is_chunked_beside_the_tokens_of_others() -> None:
     pool.read()
     memory(pool).preempt(b)
     forget_cached(pool)
-    turns = []
+    turns: list[list[str]] = []
     while not turns or "b" not in turns[-1]:
         pool.read()
         plan_before = b.cached
@@ -227,7 +227,7 @@ def test_preempted_ones_come_before_open_pushes() -> None:
     pool.step()
     assert pool.granted == ["a", "b"] and b.state is State.PREEMPTED
     pool.scheduler.leave(a, State.ABORTED, Refused("gone"))
-    assert b.state is State.VERIFIED and pool.granted == ["a", "b", "new"]
+    assert str(b.state) == "verified" and pool.granted == ["a", "b", "new"]
     pool.blocks.release("x")
     pool.scheduler.leave(new, State.ABORTED, Refused("gone"))
     pool.finish()
@@ -251,18 +251,47 @@ def test_one_whose_reader_is_slow_waits_for_nobody_and_holds_nobody_back() -> No
     assert a.generation.output == pool.expected(prompt(10), 12)
 
 
-def test_pins_make_growth_wait_but_not_for_ever() -> None:
-    pool = Pool(pages=8)
-    pool.start("old", prompt(13), 4)
-    pool.finish()
-    waiting = pool.sequence("waiting", (*prompt(13), 1), 2)  # pins three pages
-    a = pool.start("a", prompt(9, seed=1), 24)  # eight pages in the end
-    while a.pages and not memory(pool).stuck:
+def grown_until_stuck(pool: Pool, sequence: Sequence) -> None:
+    while not memory(pool).stuck:
         pool.read()
         pool.step()
+    assert pool.blocks.available_count == 0 and sequence.pages and sequence.state is State.DECODING
+
+
+def test_the_younger_one_waits_for_a_page_and_loses_its_own_only_when_an_older_one_needs_it() -> None:
+    pool = Pool(pages=4)
+    a, b = pool.start("a", prompt(5), 8), pool.start("b", prompt(7, seed=1), 8)
+    turns = []
+    while b.state is not State.PREEMPTED:
+        pool.read()
+        turns.append(pool.step())
+    assert turns == [["a", "b"]] * 2 + [["a"]] * 3  # b stands still with nine tokens, a goes on, and then needs a page
+    assert a.cached == 9 and len(a.pages) == 3
+    pool.finish()
+    assert b.generation.output == pool.expected(prompt(7, seed=1), 8)
+
+
+def test_of_several_the_youngest_goes_first() -> None:
+    pool = Pool(pages=6)
+    a, b, c = (pool.start(key, prompt(n, seed=n), 8) for key, n in (("a", 7), ("b", 5), ("c", 4)))
+    while not pool.scheduler.preemptions:
+        pool.read()
+        pool.step()
+    assert [s.state for s in (a, b, c)] == [State.DECODING, State.DECODING, State.PREEMPTED]
+    pool.finish()
+
+
+def test_pins_make_growth_wait_but_not_for_ever() -> None:
+    pool = Pool(pages=8)
+    pool.start("old", prompt(5), 4)
+    pool.finish()
+    waiting = pool.sequence("waiting", (*prompt(5), 1), 2)
+    assert len(waiting.held) == 1
+    a = pool.start("a", prompt(9, seed=1), 24)  # eight pages in the end
+    grown_until_stuck(pool, a)
     cached = a.cached
-    assert (len(a.pages), pool.blocks.available_count) == (5, 0)
-    late = pool.sequence("late", (*prompt(13), 2), 2)
+    assert (cached, len(a.pages)) == (28, 7)
+    late = pool.sequence("late", (*prompt(5), 2), 2)
     assert late.held == ()  # no more pins while somebody lacks pages
     pool.open(waiting)
     assert waiting.state is State.WAITING and pool.step() == [] and a.cached == cached
@@ -270,6 +299,77 @@ def test_pins_make_growth_wait_but_not_for_ever() -> None:
         pool.scheduler.leave(sequence, State.EXPIRED, Refused("late"))
     pool.finish()
     assert a.generation.output == pool.expected(prompt(9, seed=1), 24)
+
+
+def test_a_page_that_comes_back_goes_to_one_that_cannot_grow_and_only_then_to_an_open_push() -> None:
+    pool = Pool(pages=8)
+    pool.start("old", prompt(9), 4)
+    pool.finish()
+    waiting = pool.sequence("waiting", (*prompt(9), 1), 2)
+    assert len(waiting.held) == 2
+    a = pool.start("a", prompt(9, seed=1), 22)
+    grown_until_stuck(pool, a)
+    new = pool.sequence("new", prompt(2), 2)
+    pool.open(new)
+    pool.scheduler.leave(waiting, State.EXPIRED, Refused("late"))
+    assert new.state is State.WAITING and pool.blocks.available_count == 2
+    pool.read()
+    assert pool.step() == ["a"] and len(a.pages) == 7
+    assert str(new.state) == "granted"  # by the same plan: nothing else might come that asks again
+    pool.scheduler.leave(new, State.ABORTED, Refused("gone"))
+    pool.finish()
+
+
+def test_the_last_token_is_computed_even_if_another_sequence_left_a_page_with_it() -> None:
+    pool = Pool(pages=16)
+    a, twin = pool.start("a", prompt(7), 12), pool.start("twin", prompt(7), 30)
+    while a.length != 16:
+        pool.read()
+        pool.step()
+    pool.scheduler.leave(twin, State.ABORTED, Refused("gone"))
+    again = pool.start("again", tuple(a.tokens(0, 16)), 2)  # all four pages are findable now
+    memory(pool).preempt(a)
+    pool.read()
+    assert "a" in pool.step() and pool.scheduler.recomputed_tokens == 3
+    pool.finish()
+    assert a.generation.output == pool.expected(prompt(7), 12)
+    assert again.generation.output == pool.expected(a.tokens(0, 16), 2)
+
+
+def test_one_budget_for_all_that_compute_again() -> None:
+    pool = Pool(pages=32, recompute_tokens=5)
+    sequences = [pool.start(key, prompt(9, seed=n), 8) for n, key in enumerate("abc")]
+    for _ in range(3):
+        pool.step()
+    pool.read()
+    for sequence in sequences:
+        memory(pool).preempt(sequence)
+    forget_cached(pool)
+    while any(s.state is not State.DONE for s in sequences):
+        before = pool.scheduler.recomputed_tokens
+        pool.read()
+        pool.step()
+        assert pool.scheduler.recomputed_tokens - before <= 5
+    for n, sequence in enumerate(sequences):
+        assert sequence.generation.output == pool.expected(prompt(9, seed=n), 8)
+
+
+def test_pins_in_the_way_of_an_older_one_do_not_keep_the_younger() -> None:
+    pool = Pool(pages=8)
+    a, b = pool.start("a", prompt(20, seed=1), 6), pool.start("b", prompt(3, seed=2), 6)
+    for sequence in (a, b):
+        memory(pool).preempt(sequence)
+        sequence.stream._unread, sequence.stream.full_since = 4, 1.0
+    old = pool.start("old", prompt(13), 4)
+    while old.state is not State.DONE:
+        pool.read(old)
+        pool.step()
+    pinned = pool.sequence("pinned", (*prompt(13), 1), 2)
+    assert len(pinned.held) == 3
+    pool.read()
+    assert pool.step() == ["b"] and a.state is State.PREEMPTED
+    pool.scheduler.leave(pinned, State.EXPIRED, Refused("late"))
+    pool.finish()
 
 
 def test_pins_in_the_way_of_one_that_was_preempted_are_used_up() -> None:
@@ -286,11 +386,16 @@ def test_pins_in_the_way_of_one_that_was_preempted_are_used_up() -> None:
     assert len(pinned.held) == 3
     pool.read(a)
     assert pool.step() == [] and a.state is State.PREEMPTED  # six pages are needed
+    small = pool.sequence("small", (*prompt(13), 2), 2)
+    assert small.held == ()
     pool.open(pinned)
     assert pinned.state is State.GRANTED  # nobody holds anything but pins: else both would wait for its expiry
+    pool.open(small)
+    assert small.state is State.WAITING  # one at a time: a is before it
     pool.verify(pinned)
     pool.finish()
-    assert pinned.state is State.DONE and a.generation.output == pool.expected(prompt(9, seed=1), 24)
+    pool.scheduler.leave(small, State.ABORTED, Refused("gone"))
+    assert str(pinned.state) == "done" and a.generation.output == pool.expected(prompt(9, seed=1), 24)
 
 
 @pytest.mark.parametrize(("seed", "watermark"), [(0, 0.0), (1, 0.0), (2, 0.1), (3, 0.3)])
@@ -304,6 +409,9 @@ def test_random_traffic_on_eight_pages_stalls_nobody_and_never_reads_a_wrong_pag
         action = draw.random()
         if action < 0.12 and len(waiting) < 6:
             ids = tuple(draw.randrange(2) for _ in range(draw.randrange(1, 15)))
+            if wanted and draw.random() < 0.5:  # what was said before, and more
+                earlier = draw.choice([s for s, _ in wanted.values()])
+                ids = (*earlier.tokens(0, draw.randrange(1, 13)), 1)
             output = draw.randrange(1, 19)
             made = pool.sequence(f"s{number}", ids, output, draw.choice("tu"))
             wanted[made.key] = (made, pool.expected(ids, output))

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from cache_transfer.wire import contract_to_proto
 from pdserve.errors import Incompatible, Refused
 from pdserve.request import SamplingParams
 from pdserve.v1 import decode_pb2
-from tests.decode_worker.rig import contract_to_proto, rig
+from tests.decode_worker.rig import rig
 from tests.engine.tiny import prompt, tiny_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, seed=0)
@@ -49,9 +50,11 @@ async def test_a_push_may_not_bring_other_numerics_than_were_admitted() -> None:
 
 
 async def test_a_push_without_the_senders_own_consent_is_refused() -> None:
-    async with rig(decode=tiny_engine(kv_dtype="bf16", deterministic=True), allow_lossy=True) as r:
-        async with r.call(IDS, PARAMS, contract=replace(r.prefill.contract, allow_lossy=True)) as call:
-            admitted = await call.admitted()
-            with pytest.raises(Incompatible) as caught:
-                await r.push(admitted, r.prefill.compute(IDS))  # says that it does not allow it
-            assert caught.value.field == "KV_DTYPE" and "allow_lossy" in caught.value.remedy
+    async with (
+        rig(decode=tiny_engine(kv_dtype="bf16", deterministic=True), allow_lossy=True) as r,
+        r.call(IDS, PARAMS, contract=replace(r.prefill.contract, allow_lossy=True)) as call,
+    ):
+        admitted = await call.admitted()
+        with pytest.raises(Incompatible) as caught:
+            await r.push(admitted, r.prefill.compute(IDS))  # says that it does not allow it
+        assert caught.value.field == "KV_DTYPE" and "allow_lossy" in caught.value.remedy

@@ -284,16 +284,16 @@ async def test_growth_waits_for_a_cache_in_transfer_and_goes_on_when_that_breaks
 async def test_growth_waits_for_pinned_prefixes_and_goes_on_when_their_tickets_expire() -> None:
     params = replace(GREEDY, max_tokens=24)
     async with rig(decode=tiny_engine(deterministic=True, pages=8), growth_watermark=0.0, ticket_ttl_s=1.5) as r:
-        await r.generate(prompt(13), replace(GREEDY, max_tokens=3))
+        await r.generate(prompt(5), replace(GREEDY, max_tokens=3))
         async with (
-            r.call((*prompt(13), 1), replace(GREEDY, max_tokens=9)) as waiting,
+            r.call((*prompt(5), 1), replace(GREEDY, max_tokens=9)) as waiting,
             r.call(prompt(9, seed=1), params, request_id="a") as call,
         ):
-            assert (await waiting.admitted()).ticket.held_tokens == 12
+            assert (await waiting.admitted()).ticket.held_tokens == 4
             await r.push(await call.admitted(), r.prefill.compute(call.ids))
             sequence = await stuck(r, "a")
             cached = sequence.cached
-            async with r.call((*prompt(13), 2), replace(GREEDY, max_tokens=4)) as late:
+            async with r.call((*prompt(5), 2), replace(GREEDY, max_tokens=4)) as late:
                 assert (await late.admitted()).ticket.held_tokens == 0  # no pin is added meanwhile
                 await r.about.Describe(worker_pb2.DescribeRequest())
                 assert sequence.cached == cached

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -20,7 +21,7 @@ from pdserve.local import LocalOutput, LocalRunner
 from pdserve.request import SamplingParams
 from pdserve.tokenizer import Bundle
 from tests.e2e.stack import Stack, stack
-from tests.e2e.watched import WAIT_S, WatchedEngine
+from tests.e2e.watched import WAIT_S, WatchedEngine, engine
 from tests.engine.tiny import prompt, tiny_engine, tiny_model
 
 # The bytes of these characters are all different, and each is a token of its own.
@@ -51,6 +52,7 @@ BUNDLE = bundle()
 
 def alone(params: SamplingParams, ids: Sequence[int] = IDS) -> LocalOutput:
     """What one process answers that nothing happens to."""
+    torch.set_num_threads(1)  # more only wait for each other here
     runner = LocalRunner(tiny_engine(deterministic=True, pages=256), BUNDLE, chunk_tokens=7)
     (output,) = runner.generate_batch([ids], params)
     return output
@@ -59,8 +61,9 @@ def alone(params: SamplingParams, ids: Sequence[int] = IDS) -> LocalOutput:
 class Stopping(WatchedEngine):
     """Stands still inside a chosen step, until it is let go."""
 
-    def __init__(self, page_size: int = 4) -> None:
-        super().__init__(tiny_model(), EngineConfig(dtype="fp32", pages=128, page_size=page_size, deterministic=True))
+    def __init__(self, page_size: int = 4, deterministic: bool = True, pages: int = 128) -> None:
+        config = EngineConfig(dtype="fp32", pages=pages, page_size=page_size, deterministic=deterministic)
+        super().__init__(tiny_model(), config)
         self._left = -1
 
     def stop_at(self, tokens: int) -> None:
@@ -87,9 +90,9 @@ class Scene:
     bundle: Bundle
     engines: list[Stopping] = field(default_factory=list)
 
-    async def add_decode(self, worker_id: str) -> None:
+    async def add_decode(self, worker_id: str, pages: int = 128) -> None:
         """One more to go on at."""
-        self.engines.append(Stopping())
+        self.engines.append(Stopping(pages=pages))
         await self.made.add_decode(self.engines[-1], bundle=self.bundle, worker_id=worker_id)
 
     @asynccontextmanager
@@ -143,13 +146,15 @@ class Reader:
 
 
 @asynccontextmanager
-async def scene(prefills: int = 1, decodes: int = 2, chat: bool = False, **settings: Any) -> AsyncIterator[Scene]:
+async def scene(
+    prefills: int = 1, decodes: int = 2, chat: bool = False, deterministic: bool = True, **settings: Any
+) -> AsyncIterator[Scene]:
     """`chat`: the tokenizer has a chat template, which writes down what was said."""
     served = replace(BUNDLE, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}") if chat else BUNDLE
     async with stack(**settings) as made:
         for _ in range(prefills):
-            await made.add_prefill(bundle=served)
-        engines = [Stopping(4 + n) for n in range(decodes)]
+            await made.add_prefill(engine(deterministic=deterministic), bundle=served)
+        engines = [Stopping(4 + n, deterministic) for n in range(decodes)]
         for each in engines:
             await made.add_decode(each, bundle=served)
         yield Scene(made, served, engines)

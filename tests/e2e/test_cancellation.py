@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -10,12 +11,16 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from cache_transfer.pages import PageSink
+from cache_transfer.receiver import ReceiverHost
+from cache_transfer.tickets import Claim
 from pdserve.client.events import Event
 from pdserve.errors import DeadlineExceeded
 from pdserve.request import SamplingParams
 from tests.e2e.stack import FREE_S, MODEL, Stack, alone, pair, stack, streaming
-from tests.e2e.watched import WAIT_S, WatchedEngine, engine
+from tests.e2e.watched import WAIT_S, WatchedEngine, WatchedHost, engine
 from tests.engine.tiny import TINY, prompt
+from tests.prefill_worker.rig import GatedSink
 from tests.router.support import bundle, model
 
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=8)
@@ -134,6 +139,42 @@ async def test_while_decode_has_no_pages_for_it() -> None:
             assert worker.blocks.held_count == held
         assert (await first).ids == alone(prompt(30), replace(GREEDY, max_tokens=20)).ids
         await made.check_free(FREE_S)
+
+
+class HeldWrites(WatchedHost):
+    """Whoever writes a frame into granted pages stands still."""
+
+    def __init__(self, host: ReceiverHost) -> None:
+        super().__init__(host)
+        self.writing = asyncio.Event()
+        self.may_write = threading.Event()
+
+    async def grant(self, claim: Claim) -> PageSink:
+        loop = asyncio.get_running_loop()
+
+        def reached() -> None:
+            loop.call_soon_threadsafe(self.writing.set)
+
+        return GatedSink(await super().grant(claim), reached, self.may_write)
+
+
+async def test_while_a_thread_writes_its_frames() -> None:
+    """Prefill is free at once. Decode's pages stay with the request until nothing writes them any more."""
+    async with pair() as made:
+        prefill, decode = made.prefills[0], made.decodes[0]
+        receiver = decode.pipeline.handoffs.receiver
+        held = receiver._host = HeldWrites(receiver._host)
+        try:
+            async with asking(made, prompt(40), GREEDY):
+                await asyncio.wait_for(held.writing.wait(), WAIT_S)
+                assert decode.blocks.held_count
+            await made.until(lambda: not prefill.blocks.held_count and not prefill.pipeline.jobs, FREE_S)
+            await told_to_end(made)
+            assert decode.blocks.held_count, "a thread is about to write there"
+        finally:
+            held.may_write.set()
+        await made.check_free(FREE_S)
+        assert (await made.ask(prompt(40), GREEDY)).ids == alone(prompt(40), GREEDY).ids
 
 
 async def test_the_calls_deadline_is_such_an_end() -> None:

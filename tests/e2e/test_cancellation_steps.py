@@ -1,8 +1,8 @@
 """A request that is cancelled at each step of the protocol: the work of it ends, on both sides, at once.
 
 One row per step and part that can stand still there, one column per way to cancel. Nobody lets
-the held part go: cancelling alone must free it. Steps of an engine, which no cancellation can
-reach into, are in test_cancellation.py.
+the held part go: cancelling alone must free it. Only a layer that is being computed cannot be
+reached; what is held by threads is otherwise in test_cancellation.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class House:
     def __init__(self, made: Stack, held: dict[Part, Held]) -> None:
         self.made = made
         self.held = held
-        self.slowest_s = 0.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -165,6 +164,24 @@ async def test_cancelled(house: House, step: Step, part: Part, way: Way) -> None
     await asyncio.gather(asking, return_exceptions=True)
     assert asking.cancelled()
     await house.made.check_free(FREE_S)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+async def test_cancelled_between_two_layers_of_a_chunk(house: House, way: Way) -> None:
+    """The layer that runs is the last one of it."""
+    made, computing = house.made, house.made.prefills[0].engine
+    assert isinstance(computing, WatchedEngine) and computing.spec.layers > 1
+    steps, layers = len(computing.steps), computing.layers_begun
+    with computing.held():
+        asking = asyncio.ensure_future(way(made))
+        await asyncio.wait_for(computing.inside.wait(), WAIT_S)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await made.until(lambda: all(p.dropped for p in made.prefills[0].pipeline.scheduler.running), FREE_S)
+        await made.until(lambda: not made.decodes[0].pipeline.sequences, FREE_S)
+        assert made.prefills[0].blocks.held_count, "the step writes them still"
+    await made.check_free(FREE_S)
+    assert (len(computing.steps), computing.layers_begun) == (steps, layers + 1)
 
 
 async def test_afterwards_all_is_as_before(house: House) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from pdserve.engine.checks import TOLERANCES
 from pdserve.request import SamplingParams
+from tests.e2e.resuming import Reader, lose, scene
 from tests.e2e.stack import alone, pair
-from tests.e2e.watched import engine
+from tests.e2e.watched import WAIT_S, engine
 from tests.engine.tiny import prompt
 
 OUTPUT = 12
@@ -52,3 +53,23 @@ async def test_tokens_are_those_of_one_process_up_to_a_near_tie(dtype: str) -> N
         assert error <= TOLERANCES[dtype]
     if dtype == "fp32":
         assert sum(bounds) > 0.9 * len(PROMPTS) * OUTPUT, "the rule was hardly put to the test"
+
+
+async def test_an_answer_that_goes_on_elsewhere_leaves_one_process_only_at_a_near_tie() -> None:
+    """What one worker decoded token by token another one gets from prefill, in one chunk."""
+    greedy = SamplingParams(temperature=0, seed=0, max_tokens=OUTPUT, ignore_eos=True)
+    bounds = []
+    async with scene(deterministic=False) as it:
+        for length, cut in ((17, 1), (40, 5), (64, 7), (90, OUTPUT - 1)):
+            ids = prompt(length, seed=length)
+            base = alone(ids, greedy, deterministic=False)
+            reader = Reader(it.made, ids, greedy)
+            async with it.stopped(greedy, cut, reader) as (task, worker, stopping):
+                lose(worker)
+                stopping.let_go()
+                answer = await asyncio.wait_for(task, WAIT_S)
+            assert answer.record is not None and answer.record.attempts == 2
+            bound = near_tie(base.logits, TOLERANCES["fp32"])
+            assert answer.ids[:bound] == base.ids[:bound] and len(answer.ids) == OUTPUT
+            bounds.append(bound)
+    assert sum(bounds) > 0.9 * 4 * OUTPUT, "the rule was hardly put to the test"

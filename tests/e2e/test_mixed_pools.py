@@ -139,6 +139,22 @@ async def test_the_majority_of_pairs_turns_from_one_version_to_the_next() -> Non
     assert all(answer.record and answer.record.attempts == 1 for answer in going.answers[-3:])
 
 
+async def test_the_majority_leaves_while_its_requests_wait() -> None:
+    """What it has taken and not begun goes to the version that stays; nobody is told to come again."""
+    async with traffic((V1, "ppd")) as going:
+        old, queue = going.made.workers, going.made.prefills[0].engine
+        assert isinstance(queue, WatchedEngine)
+        await going.add(V2, "p", "d")
+        assert versions_of(going, await going.more()) == {0}
+        with queue.held():
+            await asyncio.wait_for(queue.inside.wait(), 10)
+            leaving = asyncio.create_task(going.leave(*reversed(old)))
+            await going.made.until(lambda: 1 in versions_of(going, going.answers))
+        await leaving
+        assert versions_of(going, await going.more()) == {1}
+        assert any("moved to contract" in note for a in going.answers if a.record for note in a.record.notes)
+
+
 async def test_each_precision_has_pairs_of_its_own() -> None:
     fp32: dict[str, Any] = {"dtype": "fp32"}
     bf16: dict[str, Any] = {"dtype": "bf16"}

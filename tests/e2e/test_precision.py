@@ -173,7 +173,7 @@ async def test_pools_of_mixed_precision_lose_no_request() -> None:
 
 async def test_a_cache_that_came_with_loss_serves_no_request_without() -> None:
     """The same prompt, first from a prefill worker whose cache is cast, then from one that needs no cast."""
-    bf16 = {"dtype": "bf16"}
+    bf16: dict[str, Any] = {"dtype": "bf16"}
     expected = alone(IDS, GREEDY, dtype="bf16")
     async with lossy({}, bf16) as made:
         first = await made.ask(IDS, GREEDY)

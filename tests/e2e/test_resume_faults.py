@@ -221,13 +221,41 @@ async def test_the_number_of_attempts_is_bounded_in_mid_stream_too() -> None:
 
 
 async def test_the_deadline_is_the_requests_and_not_the_attempts() -> None:
-    """The second worker stands still as well: no new time begins with it."""
-    async with scene(inter_token_timeout_s=1.0) as it:
+    """The second worker stands still as well, and so does the first one when it is asked again: no new time begins."""
+    async with scene(inter_token_timeout_s=0.5) as it:
         for each in it.engines:
             each.stop_at(2)
         with pytest.raises(PdserveError) as caught:
-            await it.made.ask(IDS, GREEDY, timeout_s=1.5)
+            await it.made.ask(IDS, GREEDY, timeout_s=3.0)
         assert isinstance(caught.value, DeadlineExceeded)
         assert all(each.inside.is_set() for each in it.engines)
         for each in it.engines:
             each.let_go()
+
+
+async def test_an_answer_that_goes_on_can_lose_its_pages_to_another_and_get_them_back() -> None:
+    """It replays twice: what another worker gave, and what this one had computed before it was preempted."""
+    params, other = replace(GREEDY, max_tokens=40), tuple(reversed(IDS))
+    async with scene(decodes=1) as it:
+        stopping, doomed = it.engines[0], it.made.decodes[0]
+        stopping.stop_at(10)
+        reader = Reader(it.made, IDS, params)
+        task = asyncio.create_task(reader.read())
+        await it.made.until(partial(reader.has, 10))
+        await asyncio.wait_for(stopping.inside.wait(), WAIT_S)
+        await it.add_decode("d1", pages=22)  # of 4 tokens: less than two answers of 70
+        small, worker = it.engines[1], it.made.decodes[1]
+        # Placement keeps away from the first worker.
+        (member,) = [m for m in it.made.router.pool.members() if m.id == "d0"]
+        it.made.router.pool.begin(member, 0, 10_000)
+        small.stop_at(3)
+        neighbour = asyncio.create_task(it.made.ask(other, params))
+        await asyncio.wait_for(small.inside.wait(), WAIT_S)
+        lose(doomed)
+        await it.made.until(lambda: len(worker.pipeline.scheduler.running) == 2)
+        small.let_go()
+        stopping.let_go()
+        check(await asyncio.wait_for(task, WAIT_S), alone(params))
+        check(await asyncio.wait_for(neighbour, WAIT_S), alone(params, other))
+        accounts = await it.made._accounts(worker)
+        assert accounts.preemptions > 0

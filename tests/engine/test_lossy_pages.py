@@ -20,7 +20,8 @@ def edge_values(dtype: torch.dtype) -> Tensor:
     """What a cast can get wrong: ties in both directions, both zeros, subnormals, the ends of every range."""
     numbers = [
         0.0, -0.0, 1.0, 1.00390625, 1.01171875, -1.00390625, 1.00390637, float("inf"), float("-inf"), float("nan"),
-        1e-40, -1e-40, 1.1754942e-38, 6e-8, 65504.0, 65520.0, 70000.0, 3.38e38, 3.3961775e38, 3.4028235e38, -3.4028235e38,
+        1e-40, -1e-40, 1.1754942e-38, 6e-8, 65504.0, 65520.0, 70000.0,
+        3.38e38, 3.3961775e38, 3.4028235e38, -3.4028235e38,
     ]  # fmt: skip
     return torch.tensor(numbers, dtype=torch.float64).to(dtype)
 
@@ -28,7 +29,8 @@ def edge_values(dtype: torch.dtype) -> Tensor:
 def values_of(name: str) -> Tensor:
     """[tokens, 4 heads, 8]: random bits with the edges among them."""
     kind = torch_dtype(name)
-    bits = torch.randint(0, 256, (TOKENS * 32 * kind.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(0, 256, (TOKENS * 32 * kind.itemsize,), dtype=torch.uint8, generator=generator)
     values = bits.view(kind).clone()
     edges = edge_values(kind)
     values[: len(edges)] = edges

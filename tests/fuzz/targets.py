@@ -126,7 +126,6 @@ class _Stream:
             case Commit():
                 digest = self._manifest.digest(self._logits, IDENTITY.start, IDENTITY.end)
                 return replace(message, digest=digest)
-        return message
 
 
 class _Host:

@@ -245,6 +245,7 @@ async def test_a_stuck_step_does_not_keep_the_worker(
             await soon(made.worker.stop())
             assert "1 requests with 3 pages are abandoned" in caplog.text
             assert "an engine step that does not end is abandoned" in caplog.text
+            assert made.worker.hung
             with pytest.raises(Unavailable):
                 await made.outcome(call)
         finally:

@@ -155,6 +155,21 @@ async def test_unreadable_records_are_left_out_with_a_warning(
     for name in ("broken", "odd", "stateless", "loadless", "foreign"):
         assert f"b'{name}'" in caplog.text
     assert "b'good'" not in caplog.text
+
+    # Said once for each change, not at every snapshot.
+    caplog.clear()
+    await registry.snapshot()
+    assert not caplog.records
+    await raw.hset("pdserve:worker:broken", "record", b"")
+    await raw.hdel("pdserve:worker:odd", "load")
+    await registry.snapshot()
+    await registry.snapshot()
+    assert sorted(name for line in caplog.messages for name in ("broken", "odd") if name in line) == ["broken", "odd"]
+    await registry.register(record("broken"))
+    assert len(await registry.snapshot()) == 2
+    await raw.hset("pdserve:worker:broken", "record", b"")
+    await registry.snapshot()
+    assert len(caplog.records) == 3
     await raw.flushall()
     await registry.close()
     await raw.aclose()

@@ -116,11 +116,11 @@ async def test_a_request_without_a_limit_moves_to_a_smaller_pair() -> None:
         assert any("cut from 206 to 14" in note for note in record.notes)
 
 
-async def test_a_whole_answers_pages_are_counted_at_once() -> None:
+async def test_the_pages_that_decode_will_grant_are_counted_at_once() -> None:
     prefill = BadPrefill()
     async with house(prefills=0) as made, serving(prefill) as address:
         await made.add_ghost("hangs", PREFILL, address)
-        for max_tokens, pages in ((1, 0), (9, 15)):  # 50 + 9 - 1 tokens, of 4 to a page
+        for max_tokens, pages in ((1, 0), (9, 13)):  # 50 tokens and the first growth, of 4 to a page
             prefill.called.clear()
             running = asyncio.create_task(made.generate(IDS, max_tokens=max_tokens))
             await asyncio.wait_for(prefill.called.wait(), 5)

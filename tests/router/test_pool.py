@@ -206,6 +206,23 @@ async def test_a_registry_that_forgot_everything_gets_a_lease_to_learn(clock: Cl
     assert pool.members() == ()
 
 
+@pytest.mark.parametrize(("pause_s", "left"), [(5.2, []), (5.3, ["p"])])
+async def test_workers_get_a_lease_to_be_heard_of_after_all_stood_still(
+    registry: MemoryRegistry, clock: Clock, pause_s: float, left: list[str]
+) -> None:
+    """As when a process that serves its own registry is stopped for longer than a lease, and goes on."""
+    pool = Pool(registry, Gate(), refresh_s=0.25, clock=clock)
+    await registry.register(record("p", PREFILL, lease_s=5.0))
+    await pool.refresh()
+    clock.now += pause_s
+    await pool.refresh()
+    assert ready(pool) == left
+    for _ in range(25):
+        clock.now += 0.2
+        await pool.refresh()
+    assert ready(pool) == []
+
+
 async def test_without_a_registry_a_pool_does_not_start() -> None:
     remote = RpcRegistry("127.0.0.1:1", timeout_s=0.5)
     pool = Pool(remote, Gate(), refresh_s=0.1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.engine.engine import Engine
-from pdserve.errors import DataLoss, Internal, PdserveError, Unavailable
+from pdserve.errors import DataLoss, Exhausted, Internal, PdserveError, Unavailable
 from pdserve.local import LocalRunner
 from pdserve.registry.records import DECODE, PREFILL, READY, Load
 from pdserve.request import SamplingParams
@@ -20,7 +20,7 @@ from router.failures import INTER_TOKEN_TIMEOUT, TOKENS_MISMATCH
 from router.request import Ask, TokenPrompt
 from router.wire import WORKER_LOST
 from tests.engine.tiny import prompt
-from tests.router.peers import BadDecode, serving
+from tests.router.peers import BadDecode, BadPrefill, serving
 from tests.router.support import ENGINE, VOCAB, House, bundle, finish_of, house, ids_of, model, record_of
 
 IDS = prompt(50, seed=3, vocab=VOCAB)
@@ -28,6 +28,8 @@ IDS = prompt(50, seed=3, vocab=VOCAB)
 
 def continued(first: tuple[int, ...], tokens: int) -> tuple[int, ...]:
     """`first`, and what the model adds to prompt and first, greedily, up to so many tokens together."""
+    if len(first) == tokens:
+        return first
     runner = LocalRunner(Engine(model(), ENGINE), bundle())
     params = SamplingParams(temperature=0, seed=0, max_tokens=tokens - len(first), ignore_eos=True)
     (output,) = runner.generate_batch([IDS + first], params)
@@ -94,14 +96,14 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 async def test_tokens_that_are_not_those_due_are_not_forwarded(name: str) -> None:
     bad, sampling = WRONG[name]
     given = {"gap": 0, "too many": 8, "no logprobs": 0, "wrong count": 3}[name]
-    async with beginning(bad, decodes=0) as (made, peer):
+    async with beginning(bad, decodes=0) as (made, _):
         events, error = await failure(made, **sampling)
         assert isinstance(error, Internal) and (error.reason, error.field) == (TOKENS_MISMATCH, "tokens")
         assert ids_of(events) == tuple(range(given))
         assert not any(isinstance(event, Finish) for event in events)
-    async with beginning(bad) as (made, peer):  # another worker does better
+    async with beginning(bad) as (made, _):  # another worker does better
         events = await made.generate(IDS, max_tokens=8, ignore_eos=True, **sampling)
-        assert ids_of(events) == continued(tuple(range(given)), 8) if given < 8 else tuple(range(8))
+        assert ids_of(events) == continued(tuple(range(given)), 8)
         assert record_of(events).history[0].outcome == TOKENS_MISMATCH
         assert finish_of(events).usage.output_tokens == 8
 
@@ -137,29 +139,28 @@ async def test_for_one_token_more_no_cache_travels() -> None:
         events = await made.generate(IDS, max_tokens=8, ignore_eos=True)
         assert ids_of(events) == continued(tuple(range(7)), 8)
         record = record_of(events)
-        assert (record.sent_tokens, record.frames_sent, record.computed_tokens) == (0, 0, 57)
+        assert (record.sent_tokens, record.frames_sent) == (0, 0) and record.computed_tokens > 0
 
 
-async def test_prefill_workers_that_fail_the_second_half_are_replaced_on_its_stream() -> None:
-    async with beginning({"tokens": 3}) as (made, _):
-        expected = continued((0, 1, 2), 8)
-        await made.add_ghost("gone", PREFILL)
-        job = made.make_look_busy("gone")
-        task = asyncio.create_task(made.generate(IDS, max_tokens=8, ignore_eos=True))
-        made.router.pool.end(job)
+async def test_a_prefill_worker_that_fails_a_resumption_is_replaced_on_its_stream() -> None:
+    prefill = BadPrefill(lies=1, error=Exhausted("full", reason="QUEUE_FULL"))
+    async with beginning({"tokens": 3}) as (made, _), serving(prefill) as address:
+        await made.add_ghost("quick", PREFILL, address)
         made.make_look_busy("p0")
-        events = await task
-        record = record_of(events)
-        assert ids_of(events) == expected
-        assert (record.prefill_worker, record.decode_worker) == ("p0", "d0")
-        assert all(attempt.outcome == WORKER_LOST for attempt in record.history[:-1])
+        events = await made.generate(IDS, max_tokens=8, ignore_eos=True)
+        assert ids_of(events) == continued((0, 1, 2), 8)
+        assert [(a.prefill_worker, a.decode_worker, a.outcome) for a in record_of(events).history] == [
+            ("quick", "bad", WORKER_LOST),
+            ("quick", "d0", "QUEUE_FULL"),
+            ("p0", "d0", "length"),
+        ]
 
 
 @pytest.mark.parametrize("steps_go_on", [True, False])
 async def test_a_worker_that_steps_is_busy_and_one_that_does_not_is_stuck(steps_go_on: bool) -> None:
     limit_s, go_on = 1.0, asyncio.Event()
     bad = {"tokens": 3, "wait": go_on, "end": Finish("stop")}
-    async with beginning(bad, inter_token_timeout_s=limit_s) as (made, peer):
+    async with beginning(bad, inter_token_timeout_s=limit_s) as (made, _):
         incarnation = made.member("bad").record.incarnation
         task = asyncio.create_task(made.generate(IDS, max_tokens=8, ignore_eos=True))
         for steps in range(1, 26):  # two and a half times the limit

@@ -7,14 +7,18 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 PROGRAM = textwrap.dedent(
     """
     import asyncio, sys, threading
+    HUNG = sys.argv[1] == "hung"
     from pdserve.rpc import process
 
     class Stuck:
         def __init__(self):
             self.broken = asyncio.Event()
+            self.hung = HUNG
 
         async def start(self):
             threading.Thread(target=threading.Event().wait, name="stuck step").start()
@@ -22,7 +26,7 @@ PROGRAM = textwrap.dedent(
         async def drain(self): pass
         async def stop(self): pass
 
-    process.EXIT_S = 0.2
+    process.EXIT_S, process.HUNG_S = (60.0, 0.2) if HUNG else (0.2, 60.0)
 
     async def main(stopping):
         await process.serve(Stuck(), lambda: "ready", stopping)
@@ -32,9 +36,11 @@ PROGRAM = textwrap.dedent(
 )
 
 
-def test_a_thread_that_never_ends_does_not_keep_the_process() -> None:
+@pytest.mark.parametrize("known", ["hung", "unknown"])
+def test_a_thread_that_never_ends_does_not_keep_the_process(known: str) -> None:
+    """One that the service has told of, and one that it does not know."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, known], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"

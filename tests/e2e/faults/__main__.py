@@ -14,14 +14,14 @@ from pathlib import Path
 
 from pdserve.errors import PdserveError
 from tests.e2e.faults.cell import Result, run
-from tests.e2e.faults.house import open_house
+from tests.e2e.faults.house import Leaked, open_house
 from tests.e2e.faults.table import CELLS, Cell, Fault, Outcome
 
 
-async def run_all(cells: Sequence[Cell], directory: Path) -> tuple[list[Result], dict[str, str]]:
+async def run_all(cells: Sequence[Cell], directory: Path) -> tuple[list[Result], dict[str, Exception]]:
     """Results of the cells that passed, and by name what was wrong in the others."""
     passed: list[Result] = []
-    failed: dict[str, str] = {}
+    failed: dict[str, Exception] = {}
     for slow, some in groupby(cells, lambda cell: cell.fault is Fault.SLOW):
         async with open_house(directory, relays=slow) as house:
             for cell in some:
@@ -29,25 +29,24 @@ async def run_all(cells: Sequence[Cell], directory: Path) -> tuple[list[Result],
                     passed.append(await run(house, cell))
                     say(f"{cell.name:32} {_brief(passed[-1])}")
                 except (AssertionError, TimeoutError, PdserveError) as error:
-                    failed[cell.name] = f"{type(error).__name__}: {error}"
-                    (directory / f"{cell.name}.failed").write_text(house.logs())
-                    say(f"{cell.name:32} FAILED: {failed[cell.name]}")
+                    failed[cell.name] = error
+                    say(f"{cell.name:32} FAILED: {type(error).__name__}: {error}\n{house.logs()}")
                     await house.repair()
     return passed, failed
 
 
-def figures(passed: Sequence[Result], failed: dict[str, str], took_s: float) -> dict[str, object]:
+def figures(passed: Sequence[Result], failed: dict[str, Exception], took_s: float) -> dict[str, object]:
     errors = [result.ended_s for result in passed if result.cell.expected is not Outcome.COMPLETE]
     answers = [result.ended_s for result in passed if result.cell.expected is Outcome.COMPLETE]
     return {
         "cells_run": len(passed) + len(failed),
         "cells_passed": len(passed),
-        "pages_leaked": 0 if not failed else None,  # a cell passes only when none is held
+        "pages_leaked": sum(error.pages for error in failed.values() if isinstance(error, Leaked)),
         "longest_s_to_a_typed_error": round(max(errors, default=0.0), 3),
         "longest_s_to_a_complete_answer": round(max(answers, default=0.0), 3),
         "longest_s_to_pages_free": round(max((result.freed_s for result in passed), default=0.0), 3),
         "seconds": round(took_s, 1),
-        "failed": failed,
+        "failed": {name: f"{type(error).__name__}: {error}" for name, error in failed.items()},
     }
 
 

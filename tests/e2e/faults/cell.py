@@ -1,23 +1,38 @@
 """One cell of the matrix: hold a request at a step, break a part, and see what becomes of it all.
 
-    arm --> ask --> the step is reached: its request stands still --> strike --> let go
-        --> (a worker that hangs goes on while another attempt has taken its place)
-        --> the client's outcome, and every page back within the lease
-        --> the next request works, while the fault lasts unless nobody but the victim could answer
-        --> heal --> the victim serves again, and holds nothing either
+arm --> ask --> the step is reached: its request stands still --> strike --> let go
+    --> (a worker that hangs goes on while another attempt has taken its place)
+    --> the client's outcome, and every page back within the lease
+    --> the next request works, while the fault lasts unless nobody but the victim could answer
+    --> heal --> the victim serves again, and holds nothing either
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from pdserve.client import AsyncClient
-from pdserve.client.events import Finish, Tokens
+from pdserve.client.events import Tokens
 from pdserve.errors import DeadlineExceeded, PdserveError, Unavailable
-from tests.e2e.faults.house import LEASE_S, OUTPUT, SAMPLING, WAIT_S, House, Place, answers, question
+from pdserve.request import SamplingParams
+from pdserve.rpc.events import Finish
+from tests.e2e.faults.house import (
+    COMPANION,
+    LEASE_S,
+    LONG,
+    OUTPUT_LONG,
+    SAMPLING,
+    WAIT_S,
+    House,
+    Place,
+    answers,
+    question,
+)
+from tests.e2e.faults.points import SOME_TOKENS
 from tests.e2e.faults.table import CELLS, Cell, Fault, Outcome, Part
 
 BOUND_S = 8.0  # from the fault to the end of the request, whatever the end is; its deadline, too
@@ -31,10 +46,38 @@ _ERRORS: dict[Outcome, type[PdserveError]] = {Outcome.LOST: Unavailable, Outcome
 class Asked:
     """A request under way, as its client sees it."""
 
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
     ids: tuple[int, ...] = ()
     finish: Finish | None = None
     error: PdserveError | None = None
     ended_at: float = 0.0
+    changed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+
+    async def run(self, client: AsyncClient, timeout_s: float) -> None:
+        events = client.generate(token_ids=self.prompt, sampling=self.sampling, timeout_s=timeout_s)
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    assert self.finish is None, f"{event} after the finish"
+                    if isinstance(event, Tokens):
+                        assert event.first_index == len(self.ids), f"token {event.first_index} after {len(self.ids)}"
+                        self.ids += event.ids
+                    elif isinstance(event, Finish):
+                        self.finish = event
+                    self.changed.set()
+        except PdserveError as error:
+            self.error = error
+        finally:
+            self.ended_at = time.monotonic()
+            self.changed.set()
+
+    async def tokens(self, count: int) -> None:
+        """Returns once so many have come, or it has ended."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.ids) < count and not self.ended_at:
+                self.changed.clear()
+                await self.changed.wait()
 
 
 @dataclass(frozen=True)
@@ -52,31 +95,34 @@ class Result:
 async def run(house: House, cell: Cell) -> Result:
     """Raises AssertionError for whatever is not as the table says; the house must then be repaired."""
     began = time.monotonic()
-    ids = question(CELLS.index(cell))
-    reached = await house.arm(cell.reporter, cell.step)
-    asked = Asked()
-    asking = asyncio.create_task(_ask(house.client, ids, asked, _deadline_s(cell)))
-    try:
-        place = await asyncio.wait_for(asyncio.shield(reached), WAIT_S)
-        await house.disarm(cell.reporter, place)
-        victim = _victim(house, cell)
-        struck_at = time.monotonic()
-        healing = await _strike(house, cell, victim)
-        second = await house.arm(Part.DECODE, cell.revived_at) if cell.revived_at else None
-        if place.child is not None:
-            place.child.go()  # whoever hangs finds it when it goes on
-        if second is not None:
-            await _revive_during(house, victim, await asyncio.wait_for(asyncio.shield(second), WAIT_S))
-        freed_at = await _free_without_answer(house, cell)
-        await asyncio.wait_for(asking, WAIT_S)
-        if healing is not None:
-            await healing
-    finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-    _check(cell, asked, answers()[ids], asked.ended_at - struck_at)
+    asked = Asked(question(CELLS.index(cell)), SAMPLING)
+    companion = Asked(COMPANION, LONG)
+    async with _running(house, cell, companion) if cell.has_companion else nullcontext():
+        if cell.has_companion:
+            await companion.tokens(1)
+        reached = await house.arm(cell.reporter, cell.step)
+        async with _running(house, cell, asked) as asking:
+            place = await _reached(reached, asking, asked)
+            await house.disarm(cell.reporter, place)
+            victim = _victim(house, cell)
+            struck_at = time.monotonic()
+            healing = await _strike(house, cell, victim)
+            before = len(companion.ids)
+            second = await house.arm(Part.DECODE, cell.revived_at) if cell.revived_at else None
+            if place.child is not None:
+                place.child.go()  # whoever hangs finds it when it goes on
+            if second is not None:
+                await _revive_during(house, victim, await _reached(second, asking, asked))
+            freed_at = await _free_without_answer(house, cell)
+            await asyncio.wait_for(asking, WAIT_S)
+        _check(cell, asked, asked.ended_at - struck_at)
+        if cell.has_companion:
+            await companion.tokens(before + SOME_TOKENS if cell.expected is Outcome.COMPLETE else OUTPUT_LONG)
+    _check_companion(cell, companion)
+    left_at = time.monotonic()
+    if healing is not None:
+        await healing
     finally_at = await house.free(LEASE_S + SLACK_S)
-    freed_s = freed_at - struck_at if freed_at else finally_at - asked.ended_at
     if cell.part is not Part.ROUTER or cell.fault is Fault.SLOW:
         await house.ask()
     healed_at = time.monotonic()
@@ -88,10 +134,24 @@ async def run(house: House, cell: Cell) -> Result:
         cell,
         ended_s=asked.ended_at - struck_at,
         error="" if asked.error is None else asked.error.reason,
-        freed_s=freed_s,
+        freed_s=freed_at - struck_at if freed_at else finally_at - left_at,
         healed_s=served_at - healed_at,
         took_s=time.monotonic() - began,
     )
+
+
+@asynccontextmanager
+async def _running(house: House, cell: Cell, asked: Asked) -> AsyncIterator[asyncio.Task[None]]:
+    """A request; leaving it ends it as a client that goes away does."""
+    deadline_s = PATIENCE_S if cell.expected is Outcome.DEADLINE else BOUND_S
+    task = asyncio.create_task(asked.run(house.client, deadline_s))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+    if not task.cancelled():
+        task.result()
 
 
 async def _free_without_answer(house: House, cell: Cell) -> float | None:
@@ -105,24 +165,11 @@ async def _revive_during(house: House, victim: str, other: Place) -> None:
     other.here.go()
 
 
-async def _ask(client: AsyncClient, ids: tuple[int, ...], asked: Asked, timeout_s: float) -> None:
-    events = client.generate(token_ids=ids, sampling=SAMPLING, timeout_s=timeout_s)
-    try:
-        async with aclosing(events):
-            async for event in events:
-                assert asked.finish is None, f"{event} after the finish"
-                if isinstance(event, Tokens):
-                    assert event.first_index == len(asked.ids), f"token {event.first_index} after {len(asked.ids)}"
-                    asked.ids += event.ids
-                elif isinstance(event, Finish):
-                    asked.finish = event
-    except PdserveError as error:
-        asked.error = error
-    asked.ended_at = time.monotonic()
-
-
-def _deadline_s(cell: Cell) -> float:
-    return PATIENCE_S if cell.expected is Outcome.DEADLINE else BOUND_S
+async def _reached(point: asyncio.Future[Place], asking: asyncio.Task[None], asked: Asked) -> Place:
+    """Who stands still there. Raises AssertionError when the request has ended, or has done nothing for long."""
+    await asyncio.wait((point, asking), timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+    assert point.done(), f"the step was never reached: {asked}"
+    return point.result()
 
 
 def _victim(house: House, cell: Cell) -> str:
@@ -167,23 +214,38 @@ async def _heal(house: House, cell: Cell, victim: str) -> None:
 
 
 async def _serves_again(house: House, cell: Cell, victim: str) -> None:
-    if cell.part is Part.ROUTER:
+    if cell.part is Part.ROUTER and cell.fault in (Fault.DEATH, Fault.RESTART):
         await house.ask_until_up()
-    await house.all_here()
-    if cell.part in (Part.PREFILL, Part.DECODE):
-        await house.serves(victim)
-    elif cell.part is Part.REDIS:
+    elif cell.part in (Part.ROUTER, Part.REDIS):
         await house.ask()
+    else:
+        await house.serves(victim)
+    await house.all_here()
 
 
-def _check(cell: Cell, asked: Asked, right: tuple[int, ...], took_s: float) -> None:
+def _check(cell: Cell, asked: Asked, took_s: float) -> None:
     """What the client saw is what the table says, and soon enough."""
     seen = f"{asked.error!r}, {asked.finish}, {len(asked.ids)} tokens after {took_s:.1f} s"
-    assert asked.ids == right[: len(asked.ids)], f"wrong tokens {asked.ids}, right are {right}"
+    _check_tokens(asked)
     assert took_s < BOUND_S, seen
     if cell.expected is Outcome.COMPLETE:
         assert asked.error is None and asked.finish is not None, seen
-        assert asked.ids == right and asked.finish.reason == "length", seen
-        assert asked.finish.usage.output_tokens == OUTPUT, seen
     else:
         assert isinstance(asked.error, _ERRORS[cell.expected]) and asked.finish is None, seen
+
+
+def _check_companion(cell: Cell, companion: Asked) -> None:
+    """It was in mid stream, maybe on other workers: it has gone on, or come to the same end."""
+    _check_tokens(companion)
+    if companion.error is not None:
+        assert cell.expected is not Outcome.COMPLETE, f"the other request: {companion.error!r}"
+        assert isinstance(companion.error, _ERRORS[cell.expected]), f"the other request: {companion.error!r}"
+
+
+def _check_tokens(asked: Asked) -> None:
+    """They are the first of the right ones, and all of them before a finish."""
+    right = answers()[asked.prompt]
+    assert asked.ids == right[: len(asked.ids)], f"wrong tokens {asked.ids}, right are {right}"
+    if asked.finish is not None:
+        assert asked.ids == right and asked.finish.reason == "length", f"{asked.finish} after {asked.ids}"
+        assert asked.finish.usage.output_tokens == len(right), asked.finish

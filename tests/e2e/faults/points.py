@@ -34,27 +34,24 @@ SOME_TOKENS = 12  # of `house.OUTPUT`
 
 
 class Points:
-    """The points of this process. The pipe carries ("arm", step), ("disarm",), ("go",) here, and each is answered."""
+    """The points of this process. The pipe brings ("arm", step) and ("disarm",), which are answered, and ("go",)."""
+
+    armings = 0  # so far
 
     def __init__(self, pipe: Connection) -> None:
         self.gone = asyncio.Event()
         """The parent has closed its end."""
         self._pipe = pipe
         self._armed: str | None = None
-        self.armings = 0  # so far
         self._go = asyncio.Event()
         asyncio.get_running_loop().add_reader(pipe.fileno(), self._read)
 
     def tell(self, *message: object) -> None:
         self._pipe.send(message)
 
-    async def reach(self, step: Step, since: int = -1) -> None:
-        """Stands still if the step is armed, until the parent says go.
-
-        Args:
-            since: `armings` when the call or stream began.
-        """
-        if self._armed == step and since in (-1, self.armings):
+    async def reach(self, step: Step) -> None:
+        """Stands still if the step is armed, until the parent says go."""
+        if self._armed == step:
             self._armed = None
             self._go.clear()
             self.tell("reached", step.value)
@@ -78,8 +75,9 @@ class Points:
 def watch_decode(points: Points) -> None:
     class Service(decode_service.DecodeService):
         async def Generate(self, requests: Any, context: Any) -> None:
+            answers: Any = _Answers(context, points)
             try:
-                await super().Generate(requests, _Answers(context, points))
+                await super().Generate(requests, answers)
             finally:
                 points.tell("over", "")
 
@@ -103,10 +101,13 @@ def watch_prefill(points: Points) -> None:
 
 def watch_router(points: Points) -> None:
     following = DecodeCall.next
-    place = planner.place
+    place: Any = vars(planner)["place"]
 
     async def watched_next(self: DecodeCall) -> Any:
+        since = vars(self).setdefault("_since", points.armings)
         event = await following(self)
+        if since != points.armings:
+            return event
         if isinstance(event, Admitted):
             await points.reach(Step.ADMIT)
         elif isinstance(event, TokenBatch):
@@ -117,7 +118,7 @@ def watch_router(points: Points) -> None:
         return event
 
     def watched_place(*arguments: Any, **named: Any) -> Pair:
-        pair = place(*arguments, **named)
+        pair: Pair = place(*arguments, **named)
         points.tell("pair", pair.prefill.id, pair.decode.id)
         return pair
 
@@ -138,7 +139,8 @@ class _Wrapper:
         return getattr(self._inner, name)
 
     async def _reach(self, step: Step) -> None:
-        await self._points.reach(step, self._since)
+        if self._since == self._points.armings:
+            await self._points.reach(step)
 
     async def _reach_message(self, message: Any) -> None:
         """Either side of a push: one of its messages on the way to the receiver."""

@@ -90,7 +90,7 @@ class Child:
         """SIGSTOP; returns once nothing of it runs."""
         os.kill(self.pid, signal.SIGSTOP)
         async with asyncio.timeout(END_S):
-            while not all(_state(task) in "Tt" for task in Path(f"/proc/{self.pid}/task").iterdir()):
+            while not _stopped(self.pid):
                 await pause(0.001)
 
     def resume(self) -> None:
@@ -133,9 +133,10 @@ class Child:
             self._on_message(self, message)
 
 
-def _state(task: Path) -> str:
-    """One letter, as proc(5) has it."""
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+def _stopped(pid: int) -> bool:
+    """Whether every thread of a process has the state T of proc(5)."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(")")[2].split()[0] in "Tt" for stat in stats)
 
 
 # -- in the child ------------------------------------------------------------------------------

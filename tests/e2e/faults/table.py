@@ -86,6 +86,11 @@ class Cell:
             return Step.MID_FRAMES
         return Step.MID_STREAM if self.part is Part.DECODE and self.step is not Step.RELEASE else None
 
+    @property
+    def has_companion(self) -> bool:
+        """Whether another request streams meanwhile. On a client's slow line it would hold up the one that counts."""
+        return not (self.part is Part.ROUTER and self.fault is Fault.SLOW)
+
 
 _MADE_BY = {
     Step.ADMIT: Part.DECODE,
