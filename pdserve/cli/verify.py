@@ -118,7 +118,7 @@ def _verify(
     if as_json is None or str(as_json) != "-":
         lengths = ", ".join(str(len(ids)) for ids in prompts)
         out.print(f"prompts of {lengths} tokens, then {tokens} greedy tokens each")
-        out.print(f"errors are relative to a row's norm; the worst row may have {WORST:g} times the mean's tolerance\n")
+        out.print(f"errors are relative to each row; the worst may have {WORST:g} times the tolerance\n")
         show(comparisons, every)
     if as_json is not None:
         _write(as_json, json.dumps(to_json(comparisons, prompts, tokens), indent=1))

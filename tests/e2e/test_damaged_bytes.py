@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdserve.client.events import Tokens
-from pdserve.errors import DataLoss, PdserveError, Unavailable
+from pdserve.errors import InvalidRequest, PdserveError
 from pdserve.request import SamplingParams
 from tests.e2e.relay import Relay
 from tests.e2e.stack import Stack, alone, stack
@@ -77,7 +77,8 @@ async def test_damage_that_goes_on_is_a_typed_error_and_never_text() -> None:
         with pytest.raises(PdserveError) as caught:
             async for event in made.client.generate(token_ids=ids, sampling=PARAMS, timeout_s=30.0):
                 seen.append(event)
-        assert isinstance(caught.value, (DataLoss, Unavailable)) and caught.value.reason
+        # Which one depends on what the bit was part of; never that the client asked for something wrong.
+        assert caught.value.reason not in ("", "INTERNAL") and not isinstance(caught.value, InvalidRequest)
         assert not any(isinstance(event, Tokens) for event in seen)
         assert relay.flips >= 2  # every pair was tried once
         await made.check_free()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic_core import from_json
 
 from pdserve.errors import InvalidRequest
 from router import openai_schema
@@ -21,7 +22,7 @@ Parse = Callable[[bytes], Any]
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of what was given to the parser."""
     sizes: list[int] = []
-    parse: Parse = openai_schema.from_json
+    parse: Parse = from_json
 
     def watched(data: bytes) -> Any:
         sizes.append(len(data))

@@ -7,6 +7,7 @@ process of its own. The child serves until it is killed, or until its parent is 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -143,6 +144,8 @@ def _stopped(pid: int) -> bool:
 
 
 def _child(pipe: Connection, plan: Plan) -> None:
+    # A child that is stopped cannot see its parent go. The number is PR_SET_PDEATHSIG, from linux/prctl.h.
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
     logging.basicConfig(
         filename=plan.log,
         level=logging.INFO,
