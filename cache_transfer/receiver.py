@@ -19,20 +19,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from cache_transfer import digests
 from cache_transfer.allocator import keep_freed_frames
-from cache_transfer.codec import ITEM_BYTES, Coverage, decode_header
+from cache_transfer.checks import accept_frame, check_commit, check_logits
+from cache_transfer.codec import Coverage
 from cache_transfer.contract import WorkerContract
 from cache_transfer.messages import (
     MAX_PAYLOAD_BYTES,
     Ack,
     Commit,
     Frame,
-    FrameHeader,
     Grant,
     Logits,
     PushOpening,
@@ -40,11 +41,11 @@ from cache_transfer.messages import (
     Response,
 )
 from cache_transfer.pages import PageSink
-from cache_transfer.refusals import data_loss, out_of_order, sender_gone, stale
+from cache_transfer.refusals import out_of_order, sender_gone, stale
 from cache_transfer.tickets import Claim, TicketBook
-from cache_transfer.waiting import Deadline
+from cache_transfer.waiting import Deadline, settle
 from cache_transfer.writers import Writers
-from pdserve.errors import Internal, InvalidRequest, PdserveError
+from pdserve.errors import Internal, PdserveError
 
 log = logging.getLogger(__name__)
 
@@ -214,92 +215,72 @@ class Receiver:
     async def _take(self, stream: ReceiverStream, attempt: _Attempt) -> tuple[ReceivedLogits, ReceiveReport]:
         """Everything from the grant to the verified commit."""
         claim, deadline = attempt.claim, attempt.deadline
-        for older in self._attempts[claim.handoff_id][:-1]:  # its pages may be this one's
-            deadline.extend(self._settings.idle_timeout_s, "an older attempt to end")
-            await older.over.wait()
-        deadline.extend(claim.expires_at - self._book.clock(), "pages, until the ticket expired")
-        sink = await self._host.grant(claim)
-        self._check_current(attempt)
-        granted_at = time.monotonic()
-        attempt.writers = Writers(
-            self._executor, sink, claim.secret, lambda: self._check_current(attempt), deadline.interrupt
-        )
-        limit = self._settings.max_payload_bytes
-        coverage = Coverage(self._contract, claim.start, claim.end, limit, claim.kv_dtype)
-        manifest = digests.Manifest(claim.secret, claim.identity)
-        await stream.write(Grant(claim.start, claim.end, limit))
-        message = await self._next(stream, deadline, "a frame")
+        reading = asyncio.ensure_future(stream.read())
+        try:
+            sink = await self._wait_for_pages(attempt, reading)
+            self._check_current(attempt)
+            granted_at = time.monotonic()
+            attempt.writers = Writers(
+                self._executor, sink, claim.secret, lambda: self._check_current(attempt), deadline.interrupt
+            )
+            limit = self._settings.max_payload_bytes
+            coverage = Coverage(self._contract, claim.start, claim.end, limit, claim.kv_dtype)
+            manifest = digests.Manifest(claim.secret, claim.identity)
+            await stream.write(Grant(claim.start, claim.end, limit))
+            message = await self._next(stream, deadline, "a frame", reading)
+        finally:
+            reading.cancel()
+            await settle((reading,))
         while isinstance(message, Frame):
-            header = _accepted(message, coverage, claim.secret)
+            header = accept_frame(message, coverage, claim.secret)
             manifest.add(message.digest, len(message.payload))
             await attempt.writers.put(header, message)
             message = await self._next(stream, deadline, "a frame")
         if not isinstance(message, Logits):
             raise out_of_order(message, "frame or logits")
-        logits = self._check_logits(claim, message)
+        check_logits(message, claim, self._contract)
         commit = await self._next(stream, deadline, "the commit")
         if not isinstance(commit, Commit):
             raise out_of_order(commit, "commit")
         await attempt.writers.finish()  # a byte that did not verify is the more telling error
-        _check_commit(commit, claim, coverage, manifest, message)
-        return logits, ReceiveReport(manifest.frames, manifest.payload_bytes, time.monotonic() - granted_at)
+        check_commit(commit, claim, coverage, manifest, message)
+        report = ReceiveReport(manifest.frames, manifest.payload_bytes, time.monotonic() - granted_at)
+        return ReceivedLogits(message.dtype, message.data, message.position), report
 
-    async def _next(self, stream: ReceiverStream, deadline: Deadline, what: str) -> Request | None:
+    async def _wait_for_pages(self, attempt: _Attempt, reading: asyncio.Future[Request | None]) -> PageSink:
+        """The host's sink. A sender that speaks or ends its stream meanwhile ends the attempt, and its wait."""
+        older = tuple(self._attempts[attempt.claim.handoff_id][:-1])
+        granting = asyncio.create_task(self._pages(attempt, older))
+        try:
+            await asyncio.wait((granting, reading), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                raise out_of_order(reading.result(), "the grant")
+            return granting.result()
+        finally:
+            granting.cancel()
+            await settle((granting,))
+
+    async def _pages(self, attempt: _Attempt, older: Sequence[_Attempt]) -> PageSink:
+        claim, deadline = attempt.claim, attempt.deadline
+        for each in older:  # its pages may be this one's
+            deadline.extend(self._settings.idle_timeout_s, "an older attempt to end")
+            await each.over.wait()
+        deadline.extend(claim.expires_at - self._book.clock(), "pages, until the ticket expired")
+        return await self._host.grant(claim)
+
+    async def _next(
+        self, stream: ReceiverStream, deadline: Deadline, what: str, begun: Awaitable[Request | None] | None = None
+    ) -> Request | None:
         deadline.extend(self._settings.idle_timeout_s, what)
-        return await stream.read()
+        return await (begun or stream.read())
 
     def _check_current(self, attempt: _Attempt) -> None:
         attempt.deadline.check()
         if not self._book.is_current(attempt.claim.handoff_id, attempt.claim.attempt):
             raise stale("this attempt is no longer current")
 
-    def _check_logits(self, claim: Claim, message: Logits) -> ReceivedLogits:
-        digest = digests.logits_digest(claim.secret, message.dtype, message.position, message.data)
-        if not digests.same(digest, message.digest):
-            raise data_loss("the logits did not verify", "LOGITS_DIGEST", "logits")
-        dtype = "float64" if self._contract.activation_dtype == "float64" else "fp32"
-        size = self._contract.vocab_size * ITEM_BYTES[dtype]
-        if message.dtype != dtype:
-            raise InvalidRequest(f"{message.dtype[:32]!r} is not {dtype}", reason="LOGITS_DTYPE", field="logits.dtype")
-        if len(message.data) != size:
-            raise InvalidRequest(f"{len(message.data)} bytes, not {size}", reason="LOGITS_SIZE", field="logits.data")
-        if message.position != claim.end - 1:
-            raise InvalidRequest(
-                f"taken at token {message.position}, the prompt's last is {claim.end - 1}",
-                reason="LOGITS_POSITION",
-                field="logits.position",
-            )
-        return ReceivedLogits(message.dtype, message.data, message.position)
-
     def _forget(self, attempt: _Attempt) -> None:
         running = self._attempts[attempt.claim.handoff_id]
         running.remove(attempt)
         if not running:
             del self._attempts[attempt.claim.handoff_id]
-
-
-def _accepted(frame: Frame, coverage: Coverage, secret: bytes) -> FrameHeader:
-    """The header of a frame that may come next.
-
-    One that makes no sense was damaged on its way, and may be sent again, unless its digest says
-    that its sender meant it. All others are hashed by the writers, off the event loop.
-    """
-    try:
-        header = decode_header(frame.header)
-        coverage.accept(header, len(frame.payload))
-    except InvalidRequest as error:
-        if digests.same(digests.frame_digest(secret, frame.header, frame.payload), frame.digest):
-            raise
-        raise data_loss(f"a frame did not verify; as it is, {error.message}", "FRAME_DIGEST", "frame") from None
-    return header
-
-
-def _check_commit(commit: Commit, claim: Claim, coverage: Coverage, manifest: digests.Manifest, logits: Logits) -> None:
-    if not coverage.complete:
-        raise data_loss(f"the commit came before {coverage.missing()}", "FRAMES_MISSING", "commit")
-    expected = (manifest.frames, manifest.payload_bytes, claim.start, claim.end)
-    stated = (commit.frames, commit.payload_bytes, commit.start, commit.end)
-    if stated != expected:
-        raise data_loss(f"the manifest says {stated}, received were {expected}", "MANIFEST", "commit")
-    if not digests.same(manifest.digest(logits.digest, claim.start, claim.end), commit.digest):
-        raise data_loss("the manifest did not verify", "MANIFEST", "commit")

@@ -23,7 +23,7 @@ def out_of_order(message: Request | None, expected: str) -> PdserveError:
         f"{type(message).__name__} came where {expected} was due",
         reason="MESSAGE_ORDER",
         field="request",
-        remedy="send open, frames, logits, commit",
+        remedy="send open, and after the grant frames, logits, commit",
     )
 
 

@@ -5,13 +5,15 @@ youngest one is preempted: it loses its pages, and takes them back later, oldest
 compute again what they held. The victim is never the oldest of those that can compute, and
 every request fits the pool alone, so somebody always goes on.
 
-Whoever wants pages without running yet (a grant, a preempted sequence) must leave
-`growth_watermark` of the pool for the growth of those that run. A cache in transfer counts with
-what it holds, in which its first growth is included. The watermark does not apply when nobody
-holds pages, so that nothing waits for ever.
+Whoever wants pages without running yet (a grant, a preempted sequence) takes those of sequences
+whose readers do not keep up, and must leave `growth_watermark` of the pool for the growth of
+those that run. A cache in transfer counts with what it holds, in which its first growth is
+included. The watermark does not apply when nobody holds pages, so that nothing waits for ever.
 
 Pinned prefixes of waiting requests cannot be taken back. They are at most half of the pool, they
-expire, and none is added while a sequence lacks pages: one that cannot grow because of them pauses.
+expire, and none is added while a sequence lacks pages, or if a request that waits would no longer
+fit beside them. Where nothing but pins is in the way of a sequence, it steps back until the
+requests they belong to have had their turn.
 """
 
 from __future__ import annotations
@@ -51,14 +53,13 @@ class Memory:
         if self.lacking:
             return
         pages, tokens = self.blocks.match(sequence.prefix, len(sequence.ids) - 1)
-        if len(pages) + self.pinned <= self.blocks.pages // 2:
+        ungranted = [s for s in self.waiting if not s.pages]
+        pinned = len({page for s in ungranted for page in s.held}.union(pages))
+        largest = max((self._missing(s, s.held) for s in ungranted), default=0)
+        largest = max(largest, self._missing(sequence, pages))
+        if pinned <= self.blocks.pages // 2 and pinned + largest <= self.blocks.pages:
             self.blocks.retain(sequence.pin, pages)
             sequence.held, sequence.cached = pages, tokens
-
-    @property
-    def pinned(self) -> int:
-        """Pages pinned by requests that have no grant yet, shared ones counted once per request."""
-        return sum(len(s.held) for s in self.waiting if not s.pages)
 
     @property
     def lacking(self) -> bool:
@@ -71,10 +72,11 @@ class Memory:
         return not any(s.pages for s in self.waiting) and not any(s.pages for s in self.running)
 
     def grant(self, sequence: Sequence) -> bool:
-        """Pages for what arrives and its first growth; False, with nothing changed, if they do not fit."""
-        fresh = self._pages_ahead(sequence, len(sequence.ids)) - len(sequence.held)
-        if not self._fits(self.blocks.available_count - fresh):
-            return False
+        """Pages for what arrives and its first growth; False if they do not fit."""
+        fresh = self._missing(sequence, sequence.held)
+        while not self._fits(self.blocks.available_count - fresh):
+            if not self._preempt_paused():
+                return False
         sequence.pages = (*sequence.held, *self.blocks.allocate(sequence.key, fresh))
         return True
 
@@ -86,6 +88,8 @@ class Memory:
         while missing > self.blocks.available_count:
             victim = self._victim(sequence)
             if victim is None:
+                if not any(s.pages for s in (*self.waiting, *self.running) if s is not sequence):
+                    self.preempt(sequence)  # only pins are in the way: those they belong to go first
                 return False
             self.preempt(victim)
         if missing > 0:
@@ -106,8 +110,12 @@ class Memory:
         unless only pinned prefixes are in its way.
         """
         for sequence in self._preempted():
-            if not self._take_back(sequence) and not self.alone:
-                return
+            while not self._take_back(sequence):
+                if self._preempt_paused():
+                    continue
+                if not self.alone:
+                    return
+                break
 
     def publish(self, sequence: Sequence) -> None:
         """Full pages of verified content only: the handoff's tokens, then what was decoded."""
@@ -130,7 +138,7 @@ class Memory:
         # Without first logits those of its last token must be computed.
         limit = sequence.length - (sequence.first is None)
         found, tokens = self.blocks.match(sequence.prefix, limit)
-        fresh = self._pages_ahead(sequence, sequence.length) - len(found)
+        fresh = self._missing(sequence, found)
         if not self._fits(self.blocks.available_beside(found) - fresh):
             return False
         self.blocks.retain(sequence.key, found)
@@ -146,9 +154,17 @@ class Memory:
         paused = [s for s in older if not s.ready]
         return next((s for s in (*reversed(younger), *reversed(paused)) if s.pages and not s.stepping), None)
 
-    def _pages_ahead(self, sequence: Sequence, tokens: int) -> int:
-        """Pages for `tokens` tokens and the first growth after them."""
-        return self.blocks.pages_for(min(tokens + 1, sequence.cache_tokens))
+    def _preempt_paused(self) -> bool:
+        """Takes the pages of the youngest whose reader does not keep up; False if there is none."""
+        for sequence in reversed(self.running):
+            if sequence.pages and not sequence.ready and not sequence.stepping:
+                self.preempt(sequence)
+                return True
+        return False
+
+    def _missing(self, sequence: Sequence, found: tuple[int, ...]) -> int:
+        """Pages for its tokens so far and the first growth after them, besides those found."""
+        return self.blocks.pages_for(min(sequence.length + 1, sequence.cache_tokens)) - len(found)
 
     def _fits(self, left: int) -> bool:
         """Whether `left` available pages are enough for the growth of everybody else."""

@@ -103,20 +103,20 @@ class Scheduler:
         self._give_grants()
 
     def _give_grants(self) -> None:
-        """In order. A push that does not fit holds the later ones back, so that a large request gets its
-        turn - unless nothing but pinned prefixes is in its way: that may be the later ones' own.
+        """In order: whoever does not fit, or lacks pages, holds the later ones back, so that a large request gets
+        its turn. Where nothing but pinned prefixes is in its way, those they belong to go first.
         """
         memory = self._memory
+        held_back = memory.lacking
         for request in list(self.grants):
-            alone = memory.alone
-            if memory.lacking and not alone:
-                return
+            if held_back and not (memory.alone and request.sequence.held):
+                continue
             if memory.grant(request.sequence):
                 self.grants.remove(request)
                 request.sequence.move(State.GRANTED)
                 request.granted()
-            elif not alone:
-                return
+            else:
+                held_back = True
 
     def ungrant(self, sequence: Sequence) -> None:
         """An attempt is over and its writers have drained: its pages go back, the pin stays."""

@@ -27,7 +27,7 @@ from pdserve.errors import PdserveError
 from pdserve.rpc.events import Accepted, Finish, TokenBatch
 from router.backlog import Backlog
 from router.channels import WorkerChannels
-from router.failures import mismatch, movable, silent, stopped, suspicious, unexpected
+from router.failures import mismatch, movable, silent, suspicious, unexpected
 from router.gate import Member, Pair
 from router.placement import cache_tokens
 from router.planner import Planner
@@ -35,6 +35,7 @@ from router.pool import Pool
 from router.record import Account
 from router.request import Request
 from router.settings import RouterSettings
+from router.silence import watched
 from router.wire import Admitted, DecodeCall, DecodeEvent, PrefillReport, lost, run_prefill, settled
 
 
@@ -136,10 +137,10 @@ class Attempts:
 
     async def _ask_again(self, call: DecodeCall, pair: Pair) -> DecodeEvent:
         """A ticket for the pair's prefill worker; or what follows the cache, if that had arrived whole."""
-        await call.retry(pair.prefill.record.contract)
         limit_s = self._settings.first_token_timeout_s
         try:
             async with asyncio.timeout(limit_s):
+                await call.retry(pair.prefill.record.contract)
                 return await call.next()
         except TimeoutError as error:
             raise silent(pair.decode, limit_s) from error
@@ -154,11 +155,12 @@ class Attempts:
         run = run_prefill(self._channels, pair.prefill.address, request, admitted, ticket, left_s(request))
         job = self._pool.begin(pair.prefill, len(request.ids), len(request.ids))
         task = asyncio.create_task(run, name=f"{request.id}-prefill")
+        # Its work is over long before the answer is, and also if this cleaning up is cut short.
+        task.add_done_callback(lambda _: self._pool.end(job))
         try:
             yield task
         finally:
             await settled(task)
-            self._pool.end(job)
 
     async def _stream(
         self,
@@ -170,11 +172,14 @@ class Attempts:
     ) -> Finish:
         """Forwards tokens until the finish; however that comes out, prefill's numbers get a little time."""
         try:
-            while isinstance(event, TokenBatch):
-                check_tokens(event, request, self._account, pair.decode)
-                self._account.tokens(event)
-                await self._backlog.put(event)
-                event = await self._following(call, pair.decode)
+            async with watched(self._pool, pair.decode, self._settings.inter_token_timeout_s) as silence:
+                while isinstance(event, TokenBatch):
+                    check_tokens(event, request, self._account, pair.decode)
+                    self._account.tokens(event)
+                    await self._backlog.put(event)
+                    silence.begins()
+                    event = await call.next()
+                    silence.ends()
             if not isinstance(event, Finish):
                 raise unexpected(event, "among the tokens")
             check_count(event, self._account, pair.decode)
@@ -183,22 +188,6 @@ class Attempts:
             raise
         await self._settle(prefill)
         return event
-
-    async def _following(self, call: DecodeCall, decode: Member) -> DecodeEvent:
-        """The next event of a stream that has given tokens.
-
-        Raises Unavailable (INTER_TOKEN_TIMEOUT) after a silence whose second half the engine stood still in. One
-        that steps is at work on other sequences, such as those for which this one has to wait.
-        """
-        reading, limit_s = call.reading(), self._settings.inter_token_timeout_s
-        steps: int | None = -1
-        while True:
-            await asyncio.wait({reading}, timeout=limit_s / 2)
-            if reading.done():
-                return await call.next()
-            before, steps = steps, self._pool.steps(decode)
-            if steps == before:
-                raise stopped(decode, limit_s)
 
     async def _settle(self, prefill: asyncio.Task[PrefillReport] | None) -> None:
         """Takes the prefill worker's figures; the answer is complete without them."""
@@ -236,8 +225,10 @@ def check_admitted(request: Request, pair: Pair, admitted: Admitted, allow_lossy
 
 
 def check_tokens(batch: TokenBatch, request: Request, account: Account, decode: Member) -> None:
-    """Raises Internal for tokens that do not follow those there are, or that are more than was asked for."""
+    """Raises Internal for tokens that do not follow those there are, or that are none or more than was asked for."""
     due = account.output_tokens
+    if not batch.ids:
+        raise mismatch(decode, f"sent a message without a token where {due} was due")
     if batch.first_index != due:
         raise mismatch(decode, f"sent token {batch.first_index} where {due} was due")
     if due + len(batch.ids) > request.max_tokens:

@@ -14,6 +14,7 @@ from pdserve.tokenizer import Tokenizer
 from router.gate import Match, Member, Verdict, explain
 from router.placement import Room, check_prompt_length, widest
 from router.pool import Pool
+from router.record import log_refused
 from router.request import Ask, Request, router_full
 from router.settings import RouterSettings
 from router.tokens import BundleCache, encode, holders, unknown_model
@@ -56,6 +57,9 @@ class Intake:
         self._taking += 1
         try:
             return await self._take(ask, self._tenant(tenant))
+        except PdserveError as error:
+            log_refused(ask, error)
+            raise
         finally:
             self._taking -= 1
 

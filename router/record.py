@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 
-from pdserve.errors import FieldDifference, PdserveError
+from pdserve.errors import FieldDifference, PdserveError, shown
 from pdserve.rpc.events import AttemptRecord, Finish, GroupPair, HandoffRecord, TokenBatch
 from router.gate import Member, Pair, Verdict, arithmetic
 from router.placement import room
-from router.request import Request
+from router.request import Ask, Request
 from router.wire import PrefillReport
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 _MAX_NOTES = 32
 _MAX_GROUPS = 32
 _MAX_HISTORY = 64
+_MAX_TEXT = 1000  # characters
 _IDS_OF_A_GROUP = 8
 _MIXED_MODES = "prefill and decode differ in deterministic mode; results may differ in the last bits"
 
@@ -233,6 +234,13 @@ class Account:
     def log(self) -> None:
         """One structured line per request."""
         log.info("request %s", json.dumps({"label": self.request.label} | asdict(self.record())))
+
+
+def log_refused(ask: Ask, error: PdserveError) -> None:
+    """The one line of a request that no worker was asked for, because the gate or a check refused it."""
+    told = {"label": ask.label, "model": shown(ask.model), "outcome": error.reason, "error": error.message[:_MAX_TEXT]}
+    rejected = [asdict(difference) for difference in error.differences[:_MAX_GROUPS]]
+    log.info("request %s", json.dumps(told | {"rejected": rejected}))
 
 
 def ways(pair: Pair) -> tuple[object, ...]:

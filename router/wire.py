@@ -128,8 +128,10 @@ class DecodeCall:
         return self._reading
 
     async def next(self) -> DecodeEvent:
-        task = self.reading()
-        event = await task
+        """The next event; cancelling this ends the call."""
+        if self._reading is None:
+            return await self._read()
+        event = await self._reading
         self._reading = None
         return event
 

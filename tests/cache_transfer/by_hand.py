@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import grpc
@@ -111,7 +112,9 @@ async def push_generated(pair: Pair, requests: Sequence[pb.PushRequest]) -> list
 
     def push() -> list[pb.PushResponse]:
         with sync_channel(pair.address) as link:
-            return list(transfer_pb2_grpc.TransferStub(link).Push(iter(requests), timeout=WAIT_S))
+            granted = threading.Event()
+            answers = transfer_pb2_grpc.TransferStub(link).Push(_waiting(requests, granted), timeout=WAIT_S)
+            return list(_setting(answers, granted))
 
     return await _in_thread(push)
 
@@ -125,10 +128,28 @@ async def push_bytes(pair: Pair, messages: Sequence[bytes]) -> None:
     def push() -> None:
         with sync_channel(pair.address) as link:
             send: grpc.StreamStreamMultiCallable[bytes, bytes] = link.stream_stream(PUSH_METHOD)
-            for _ in send(iter(messages), timeout=WAIT_S):
+            granted = threading.Event()
+            for _ in _setting(send(_waiting(messages, granted), timeout=WAIT_S), granted):
                 pass
 
     await _in_thread(push)
+
+
+def _waiting(messages: Sequence[T], granted: threading.Event) -> Iterator[T]:
+    """The first message; the others after the grant, or once the stream is over."""
+    for place, message in enumerate(messages):
+        if place == 1:
+            granted.wait(WAIT_S)
+        yield message
+
+
+def _setting(answers: Iterable[T], granted: threading.Event) -> Iterator[T]:
+    try:
+        for answer in answers:
+            granted.set()
+            yield answer
+    finally:
+        granted.set()
 
 
 async def _in_thread(push: Callable[[], T]) -> T:
@@ -142,7 +163,9 @@ async def _in_thread(push: Callable[[], T]) -> T:
 async def _push_in_memory(pair: Pair, messages: Sequence[bytes]) -> None:
     stream = pair.transport.open(WAIT_S)
     try:
-        for data in messages:
+        for place, data in enumerate(messages):
+            if place == 1:
+                await stream.receive()  # the grant
             request = decode_request(data)
             if isinstance(request, Frame):
                 await stream.send(PackedFrame(request, len(request.payload), request.digest))

@@ -15,6 +15,7 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
+import cache_transfer.checks
 import cache_transfer.receiver
 import cache_transfer.tickets
 import cache_transfer.writers
@@ -105,10 +106,8 @@ def _no_frame_digests(patch: pytest.MonkeyPatch) -> None:
 
 def _no_other_digests(patch: pytest.MonkeyPatch) -> None:
     """Of logits and manifest."""
-    blind = SimpleNamespace(
-        logits_digest=digests.logits_digest, Manifest=digests.Manifest, same=lambda left, right: True
-    )
-    patch.setattr(cache_transfer.receiver, "digests", blind)
+    blind = SimpleNamespace(logits_digest=digests.logits_digest, same=lambda left, right: True)
+    patch.setattr(cache_transfer.checks, "digests", blind)
 
 
 def _no_proof(patch: pytest.MonkeyPatch) -> None:
@@ -170,7 +169,7 @@ def _no_contract_at_admission(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_manifest(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cache_transfer.receiver, "_check_commit", lambda *arguments: None)
+    patch.setattr(cache_transfer.receiver, "check_commit", lambda *arguments: None)
 
 
 def _highest_of_equals(patch: pytest.MonkeyPatch) -> None:

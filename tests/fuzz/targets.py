@@ -97,19 +97,26 @@ def outcome(messages: list[bytes], *, signs: bool = False) -> PdserveError | Non
 class _Stream:
     def __init__(self, messages: list[bytes], *, signs: bool) -> None:
         self._messages = iter(messages)
+        self._may_read = asyncio.Event()
+        self._may_read.set()
         self.signs = signs
         self.answers: list[Response] = []
         self._manifest = digests.Manifest(SECRET, IDENTITY)
         self._logits = b""
 
     async def read(self) -> Request | None:
+        """The rest of the messages come after the grant."""
+        await self._may_read.wait()
         for data in self._messages:
             read = decode_request(data)
+            if isinstance(read, PushOpening) and not self.answers:
+                self._may_read.clear()
             return self._signed(read) if self.signs else read
         return None
 
     async def write(self, message: Response) -> None:
         self.answers.append(message)
+        self._may_read.set()
 
     def _signed(self, message: Request) -> Request:
         match message:

@@ -55,7 +55,7 @@ def test_streams_survive_their_framing() -> None:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "tokens in any order": lambda patch: patch.setattr(Coverage, "_check_order", lambda *_: None),
-    "a commit that is not checked": lambda patch: patch.setattr(receiver, "_check_commit", lambda *_: None),
+    "a commit that is not checked": lambda patch: patch.setattr(receiver, "check_commit", lambda *_: None),
     "digests that are not compared": lambda patch: patch.setattr(digests, "same", lambda left, right: True),
 }
 

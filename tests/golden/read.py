@@ -49,18 +49,23 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 class Stream:
-    """A receiver's end of a stream whose messages are all there."""
+    """A receiver's end of a stream: the opening, and after the grant all the rest."""
 
     def __init__(self, messages: list[bytes]) -> None:
-        self._messages = iter(messages)
+        self._opening, self._messages = messages[:1], iter(messages[1:])
+        self._granted = asyncio.Event()
         self.answers: list[Response] = []
 
     async def read(self) -> Request | None:
+        if self._opening:
+            return decode_request(self._opening.pop())
+        await self._granted.wait()
         data = next(self._messages, None)
         return None if data is None else decode_request(data)
 
     async def write(self, message: Response) -> None:
         self.answers.append(message)
+        self._granted.set()
 
 
 def dtype_of(messages: list[bytes]) -> str:

@@ -56,14 +56,18 @@ class BadDecode(decode_pb2_grpc.DecodeServicer):
     complete: bool = False  # sends its tokens once it is asked for another ticket: the cache had come whole
     change: Callable[[HandoffIdentity], HandoffIdentity] = lambda identity: identity
     calls: int = 0
+    called: asyncio.Event = field(default_factory=asyncio.Event)
     mute: bool = False  # never even admits
     shift: int = 0  # of the index that its tokens claim to begin at
     more: int = 0  # tokens that its finish counts besides those it sent
+    blank: bool = False  # a message without a token follows its tokens
+    late: int = 0  # tokens, and another finish, that follow its finish
 
     async def Generate(
         self, requests: AsyncIterator[decode_pb2.DecodeRequest], context: Any
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         self.calls += 1
+        self.called.set()
         if self.mute:
             await asyncio.Event().wait()
         messages = aiter(requests)
@@ -74,13 +78,19 @@ class BadDecode(decode_pb2_grpc.DecodeServicer):
         begin = opening.forwarded_tokens
         for index in range(begin, begin + self.tokens):
             yield decode_pb2.DecodeEvent(tokens=tokens_to_proto(TokenBatch(index + self.shift, (index,), b"x")))
+        if self.blank:
+            yield decode_pb2.DecodeEvent(tokens=tokens_to_proto(TokenBatch(begin + self.tokens, ())))
         if self.wait is not None:
             await self.wait.wait()
         if isinstance(self.end, PdserveError):
             raise self.end
         if isinstance(self.end, Finish):
             usage = Usage(len(opening.prompt_ids), begin + self.tokens + self.more)
-            yield decode_pb2.DecodeEvent(finish=finish_to_proto(replace(self.end, usage=usage)))
+            finish = decode_pb2.DecodeEvent(finish=finish_to_proto(replace(self.end, usage=usage)))
+            yield finish
+            for index in range(begin + self.tokens, begin + self.tokens + self.late):
+                yield decode_pb2.DecodeEvent(tokens=tokens_to_proto(TokenBatch(index, (index,), b"x")))
+                yield finish
 
     def _admitted(self, opening: decode_pb2.DecodeOpen) -> decode_pb2.Admitted:
         ids = (*opening.prompt_ids, *opening.output_ids)

@@ -164,3 +164,16 @@ async def test_the_cached_part_of_a_prompt_is_that_of_the_first_attempt() -> Non
         assert record.history[1].computed_tokens < len(IDS)
         assert finish_of(events).usage.cached_prompt_tokens == 0
         assert len(ids_of(events)) == finish_of(events).usage.output_tokens == 120
+
+
+async def test_a_request_that_the_gate_refuses_has_a_line_with_the_reasons(caplog: pytest.LogCaptureFixture) -> None:
+    async with house(decodes=0) as made:
+        stranger = contract(model_digest=b"x" * 32, tokenizer_digest=b"", vocab_size=VOCAB)
+        await made.add_ghost("stranger", DECODE, contract=stranger)
+        with caplog.at_level(logging.INFO, "router.record"), pytest.raises(PdserveError) as caught:
+            await made.router.intake.take(Ask(TokenPrompt(IDS), label="a\nb"))
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "router.record"]
+        assert "\n" not in line
+        told = json.loads(line.removeprefix("request "))
+        assert (told["label"], told["outcome"]) == ("a\nb", caught.value.reason)
+        assert "MODEL_DIGEST" in {difference["code"] for difference in told["rejected"]}

@@ -1,73 +1,41 @@
 """The installation that the matrix breaks: Redis, a router, two workers of each pool, and a client.
 
-Times are small, so that faults are noticed soon; nothing else is special. In a house with relays
+In a house with relays
 every listener but the workers' own debug endpoint is reached through one, to make its network slow.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
-from decode_worker.settings import DecodeSettings
 from pdserve.client import AsyncClient
 from pdserve.client.events import Completion
 from pdserve.client.status import Status
-from pdserve.engine.plan import EngineConfig
 from pdserve.errors import Unavailable
-from pdserve.local import LocalRunner
-from pdserve.registry.settings import RegistrySettings
-from pdserve.request import SamplingParams
 from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.settings import RpcSettings
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from prefill_worker.settings import PrefillSettings
-from router.settings import RouterSettings
-from tests.e2e.faults.process import Child, Plan, Settings
+from tests.e2e.faults.place import NAMES, WORKERS, Place, free_ports
+from tests.e2e.faults.process import Child, Plan
+from tests.e2e.faults.questions import OUTPUT, SAMPLING, answers, probe
 from tests.e2e.faults.relay import Relay
 from tests.e2e.faults.table import Part, Step
-from tests.e2e.stack import MODEL, pause
-from tests.engine.tiny import prompt, tiny_engine
+from tests.e2e.stack import pause
 from tests.redis_server import RedisServer
 
-LEASE_S = 1.5  # of everything that holds pages: tickets, receipts, prompts
+WAIT_S = 30.0  # for what has no bound of its own here; the machine may be busy
+CLIENT_RPC = RpcSettings(connect_timeout_s=0.6, max_reconnect_backoff_s=0.1)
+
 SLOW = {Part.PREFILL: 6e3, Part.DECODE: 6e3, Part.ROUTER: 2e3, Part.REDIS: 4e3}
 """Bytes per second, by whose network it is: a handoff takes longer than its lease, a snapshot seconds."""
-PROMPT, OUTPUT = 44, 40  # tokens
-QUESTIONS, PROBES = 16, 8
-WAIT_S = 30.0  # for what has no bound of its own here; the machine may be busy
-
-SAMPLING = SamplingParams(temperature=0.9, frequency_penalty=0.4, seed=5, max_tokens=OUTPUT)
-OUTPUT_LONG = 120  # tokens of a companion's answer; a cell seldom waits for all of them
-LONG = replace(SAMPLING, max_tokens=OUTPUT_LONG)
-COMPANION = prompt(20, seed=99)
-
-RPC = RpcSettings(
-    keepalive_s=0.4,
-    keepalive_timeout_s=0.6,
-    min_ping_interval_s=0.1,
-    connect_timeout_s=0.6,
-    call_timeout_s=1.0,
-    max_reconnect_backoff_s=0.2,
-)
-CLIENT_RPC = RpcSettings(connect_timeout_s=0.6, max_reconnect_backoff_s=0.1)
-ENGINE = EngineConfig(dtype="fp32", pages=80, page_size=4, deterministic=True)
-DECODE_ENGINE = EngineConfig(dtype="fp32", pages=64, page_size=8, axis_order="nhd", deterministic=True)
-
-NAMES = {Part.PREFILL: ("p0", "p1"), Part.DECODE: ("d0", "d1"), Part.ROUTER: ("router",)}
-WORKERS = (*NAMES[Part.DECODE], *NAMES[Part.PREFILL])  # as a status lists them
 
 
 class Leaked(AssertionError):
@@ -76,38 +44,6 @@ class Leaked(AssertionError):
     def __init__(self, pages: int, text: str) -> None:
         super().__init__(text)
         self.pages = pages
-
-
-@dataclass
-class Place:
-    """Where one process of the installation lives: its ports, what stands before them, who is there now."""
-
-    name: str
-    part: Part
-    relays: tuple[Relay, ...]  # one per port; none in a house without
-    ports: tuple[int, ...] = ()
-    child: Child | None = None
-    frozen: bool = False
-
-    @property
-    def here(self) -> Child:
-        assert self.child is not None, f"{self.name} is not running"
-        return self.child
-
-    @property
-    def living(self) -> bool:
-        return self.child is not None and not self.frozen
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """As others are told."""
-        if self.relays:
-            return tuple(relay.address for relay in self.relays)
-        return tuple(f"127.0.0.1:{port}" for port in self.ports)
-
-    @property
-    def own_address(self) -> str:
-        return f"127.0.0.1:{self.ports[0]}"
 
 
 @dataclass
@@ -139,7 +75,8 @@ class House:
         for relay, port in zip(place.relays, place.ports, strict=False):
             relay.aim(port)
         self._starts += 1
-        plan = Plan(name, self._settings(place), self.directory / f"{self._starts:03}-{name}.log")
+        url = self.redis.url if self.redis_relay is None else f"redis://{self.redis_relay.address}/0"
+        plan = Plan(name, place.settings(url), self.directory / f"{self._starts:03}-{name}.log")
         place.child = Child(plan, self._on_message)
         await place.child.start()
 
@@ -294,56 +231,6 @@ class House:
         assert isinstance(answer, worker_pb2.AccountsResponse)
         return answer
 
-    # -- inside --------------------------------------------------------------------------------------
-
-    def _settings(self, place: Place) -> Settings:
-        url = self.redis.url if self.redis_relay is None else f"redis://{self.redis_relay.address}/0"
-        registry = RegistrySettings(url=url, lease_s=5.0, heartbeat_s=0.15, timeout_s=4.0)
-        if place.part is Part.ROUTER:
-            return RouterSettings(
-                port=place.ports[0],
-                http_port=place.ports[1],
-                rpc=RPC,
-                registry=registry,
-                refresh_s=0.05,
-                admit_timeout_s=1.0,
-                first_token_timeout_s=LEASE_S,
-                settle_s=0.3,
-            )
-        shown = place.addresses if place.relays else ("", "")
-        if place.part is Part.PREFILL:
-            return PrefillSettings(
-                name=MODEL,
-                worker_id=place.name,
-                port=place.ports[0],
-                advertise=shown[0],
-                engine=ENGINE,
-                rpc=RPC,
-                registry=registry,
-                chunk_tokens=16,
-                max_running=4,
-                lease_s=LEASE_S,
-                reap_s=0.05,
-            )
-        return DecodeSettings(
-            name=MODEL,
-            worker_id=place.name,
-            port=place.ports[0],
-            transfer_port=place.ports[1],
-            advertise=shown[0],
-            advertise_transfer=shown[1],
-            engine=DECODE_ENGINE,
-            rpc=RPC,
-            registry=registry,
-            max_unread_tokens=8,
-            ticket_ttl_s=LEASE_S,
-            idle_s=LEASE_S,
-            receive_s=LEASE_S,
-            handoff_s=3 * LEASE_S,
-            reader_s=LEASE_S,
-            reap_s=0.05,
-        )
-
     def _relays(self) -> Iterable[Relay]:
         for place in self.places.values():
             yield from place.relays
@@ -388,38 +275,3 @@ async def open_house(directory: Path, *, relays: bool) -> AsyncIterator[House]:
         for each in made:
             await each.close()
         await asyncio.to_thread(redis.close)
-
-
-# -- questions and their answers ------------------------------------------------------------------
-
-
-def question(number: int) -> tuple[int, ...]:
-    """What a cell asks; neighbours ask different things, so that no token of one passes in the other."""
-    return prompt(PROMPT, seed=100 + number % QUESTIONS)
-
-
-def probe(number: int) -> tuple[int, ...]:
-    """Too short for the router to prefer a worker that has seen it."""
-    return prompt(20, seed=1000 + number % PROBES)
-
-
-@lru_cache(maxsize=1)
-def answers() -> dict[tuple[int, ...], tuple[int, ...]]:
-    """What one process says to every question and probe."""
-    asked = [*map(question, range(QUESTIONS)), *map(probe, range(PROBES)), COMPANION]
-    torch.set_num_threads(1)
-    runner = LocalRunner(tiny_engine(pages=512, deterministic=True))
-    outputs = runner.generate_batch(asked, [SAMPLING] * (QUESTIONS + PROBES) + [LONG])
-    return {ids: output.ids for ids, output in zip(asked, outputs, strict=True)}
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    """Outside the range from which the system takes ports for outgoing connections, so that nobody takes
-    them while a process restarts."""
-    found: set[int] = set()
-    while len(found) < count:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as test, contextlib.suppress(OSError):
-            test.bind(("127.0.0.1", port))
-            found.add(port)
-    return tuple(found)

@@ -30,7 +30,7 @@ from router.wire import Admitted, DecodeCall
 from tests.e2e.faults.table import Step
 
 SOME_FRAMES = 3  # a handoff here has at least six
-SOME_TOKENS = 12  # of `house.OUTPUT`
+SOME_TOKENS = 12  # of `questions.OUTPUT`
 
 
 class Points:

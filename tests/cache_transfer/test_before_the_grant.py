@@ -1,0 +1,67 @@
+"""A sender that does not wait for its grant: the receiver notices while it still waits for pages itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cache_transfer.messages import Frame, PackedFrame
+from cache_transfer.push import decode_request
+from cache_transfer.tickets import make_opening
+from pdserve.errors import Cancelled, InvalidRequest, PdserveError
+from pdserve.v1 import transfer_pb2 as pb
+from tests.cache_transfer.by_hand import make_stream
+from tests.cache_transfer.support import WAIT_S, Pair, make_pair, random_cache
+
+TOKENS = 8
+EARLY = {"an opening": 0, "a frame": 1, "logits": -2, "a commit": -1}
+
+
+async def send(stream: object, request: pb.PushRequest) -> None:
+    message = decode_request(request.SerializeToString())
+    if isinstance(message, Frame):
+        message = PackedFrame(  # type: ignore[assignment]
+            request.SerializeToString() if type(stream).__name__ == "_GrpcStream" else message,
+            len(message.payload),
+            message.digest,
+        )
+    await stream.send(message)  # type: ignore[attr-defined]
+
+
+async def check_ended(pair: Pair, stream: object, error: type[PdserveError], reason: str) -> None:
+    """With no page granted, and before there was one."""
+    with pytest.raises(error) as caught:
+        await asyncio.wait_for(stream.receive(), WAIT_S)  # type: ignore[attr-defined]
+    assert caught.value.reason == reason
+    await asyncio.wait_for(pair.host.over.wait(), WAIT_S)
+    assert not pair.host.may_grant.is_set() and not pair.host.sinks
+    assert [(type(e), e.reason) for _, e in pair.host.failed] == [(error, reason)] and pair.host.done == []
+    await stream.close()  # type: ignore[attr-defined]
+    await pair.check_next_handoff_works()
+
+
+@pytest.mark.parametrize("kind", ["grpc", "memory"])
+@pytest.mark.parametrize("place", EARLY.values(), ids=EARLY.keys())
+async def test_nothing_may_come_before_it(kind: str, place: int) -> None:
+    async with make_pair(kind) as pair:
+        pair.host.may_grant.clear()
+        ticket, identity = pair.issue(TOKENS)
+        requests = make_stream(ticket, identity, pair.sends, random_cache(pair.sends, TOKENS))
+        stream = pair.transport.open(WAIT_S)
+        await send(stream, requests[0])
+        await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
+        await send(stream, requests[place])
+        await check_ended(pair, stream, InvalidRequest, "MESSAGE_ORDER")
+
+
+@pytest.mark.parametrize("kind", ["grpc", "memory"])
+async def test_a_stream_that_ends_before_it_does_not_wait_for_pages(kind: str) -> None:
+    async with make_pair(kind) as pair:
+        pair.host.may_grant.clear()
+        ticket, identity = pair.issue(TOKENS)
+        stream = pair.transport.open(WAIT_S)
+        await stream.send(make_opening(ticket, identity, pair.sends, logits_only=False))
+        await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
+        await stream.finish_sending()
+        await check_ended(pair, stream, Cancelled, "SENDER_GONE")
