@@ -43,7 +43,8 @@ from cache_transfer.service import TransferService, register
 from cache_transfer.tickets import Claim, TicketBook
 from cache_transfer.transport import GrpcTransport
 from cache_transfer.wire import ticket_from_proto, ticket_to_proto
-from pdserve.engine.cache import PagedCache, SequenceSink, SequenceSource
+from pdserve.engine.cache import PagedCache
+from pdserve.engine.handover import SequenceSink, SequenceSource
 from pdserve.engine.plan import EngineConfig
 from pdserve.engine.spec import ModelSpec
 from pdserve.errors import PdserveError

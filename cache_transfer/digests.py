@@ -8,7 +8,7 @@ Every digest starts with an eight-byte tag, so that one can never stand in for a
     manifest  "pd-manif" | frame digests in order | logits digest | SHA-256 identity digest
                          | u32 frames | u64 payload bytes | u32 start | u32 end
 
-Integers are little endian; `encode` is the encoding of contract.py. Without TLS the secret
+Integers are little endian; `encode` is that of encoding.py. Without TLS the secret
 crosses the router in clear, so these prove integrity and binding, not origin.
 """
 
@@ -19,7 +19,8 @@ import struct
 
 from blake3 import blake3
 
-from cache_transfer.contract import HandoffIdentity, encode
+from cache_transfer.contract import HandoffIdentity
+from cache_transfer.encoding import encode
 
 DIGEST_BYTES = 32
 

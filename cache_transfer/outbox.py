@@ -50,7 +50,7 @@ class Outbox:
     def take(self, max_bytes: int, max_payload_bytes: int) -> list[FrameHeader]:
         """The next frames that can be sent: about `max_bytes` in all, at least one if any.
 
-        Raises Incompatible when one row of one head exceeds `max_payload_bytes`.
+        Raises Incompatible (FRAME_SIZE) when one row of one head exceeds `max_payload_bytes`.
         """
         self._plan(max_payload_bytes)
         taken: list[FrameHeader] = []
@@ -82,7 +82,12 @@ def _cut(plane: CachePlane, tokens: Range, item_bytes: int, max_bytes: int) -> I
     """(heads, tokens, bytes) of frames that cover `tokens`: all heads together where one token fits."""
     row = plane.head_dim * item_bytes
     if row > max_bytes:
-        raise Incompatible(f"one row of plane {plane.name} has {row} bytes, a frame {max_bytes}", field="head_dim")
+        raise Incompatible(
+            f"one row of plane {plane.name} has {row} bytes, a frame {max_bytes}",
+            reason="FRAME_SIZE",
+            field="head_dim",
+            remedy="allow larger frames at the decode worker",
+        )
     group = min(plane.heads, max_bytes // row)
     step = max_bytes // (group * row)
     for t0 in range(*tokens, step):

@@ -33,9 +33,9 @@ from cache_transfer.messages import (
     PackedFrame,
     Response,
 )
+from cache_transfer.opening import make_opening
 from cache_transfer.outbox import Outbox
 from cache_transfer.pages import DirectSource, KVSource, Range
-from cache_transfer.tickets import make_opening
 from cache_transfer.transport import PushStream, Transport
 from cache_transfer.waiting import Deadline, settle
 from pdserve.errors import DataLoss, Internal, InvalidRequest, PdserveError

@@ -20,36 +20,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cache_transfer import digests
-from cache_transfer.contract import (
-    LOSSY,
-    Endpoint,
-    HandoffIdentity,
-    Ticket,
-    WorkerContract,
-    check_compatible,
-    check_identity,
-    numerics,
-)
-from cache_transfer.messages import INTEGRITY, PushOpening
-from pdserve.errors import (
-    DataLoss,
-    Fenced,
-    FieldDifference,
-    Incompatible,
-    Internal,
-    InvalidRequest,
-    PdserveError,
-    Refused,
-)
+from cache_transfer.contract import Endpoint, HandoffIdentity, Ticket, WorkerContract
+from cache_transfer.messages import PushOpening
+from cache_transfer.opening import Due, Numerics, check_opening
+from pdserve.errors import Fenced, FieldDifference, Internal, PdserveError, Refused
 
 log = logging.getLogger(__name__)
 
 HANDOFF_ID_BYTES = 16
 SECRET_BYTES = 32
 _NEW_TICKET = "ask for a new ticket"
-
-Numerics = tuple[tuple[str, str], ...]  # of contract.numerics
 
 
 @dataclass(frozen=True)
@@ -162,13 +142,12 @@ class TicketBook:
         Raises:
             Fenced: INCARNATION, ATTEMPT_STALE, TICKET_USED.
             Refused: TICKET_UNKNOWN, TICKET_EXPIRED.
-            DataLoss: PROOF, the sender does not hold the secret or stated another identity.
-            Incompatible: CONTRACT_MISMATCH, IDENTITY_MISMATCH, KV_DTYPE, with the differences.
-            InvalidRequest: INTEGRITY, LOGITS_ONLY.
+            PdserveError: what `opening.check_opening` raises.
         """
         try:
             entry = self._find(opening)
-            conversions = _check_opening(opening, entry, contract)
+            due = Due(entry.expected, entry.logits_only, entry.announced, entry.ticket.secret)
+            conversions = check_opening(opening, due, contract)
         except PdserveError as error:
             log.warning(
                 "push refused: handoff %s attempt %d: %s: %s",
@@ -246,69 +225,3 @@ class TicketBook:
 
 def _fenced(problem: str, reason: str, field: str) -> Fenced:
     return Fenced(problem, reason=reason, field=field, remedy=_NEW_TICKET)
-
-
-def make_opening(
-    ticket: Ticket, identity: HandoffIdentity, contract: WorkerContract, *, logits_only: bool
-) -> PushOpening:
-    """What a holder of the ticket sends first."""
-    return PushOpening(
-        handoff_id=ticket.handoff_id,
-        attempt=ticket.attempt,
-        incarnation=ticket.incarnation,
-        proof=digests.proof(ticket.secret, identity),
-        identity=identity,
-        contract=contract,
-        kv_dtype=contract.kv_dtype,
-        logits_only=logits_only,
-    )
-
-
-def _check_opening(opening: PushOpening, entry: _Entry, contract: WorkerContract) -> tuple[FieldDifference, ...]:
-    """Returns the differences that are converted. The order puts the most telling error first."""
-    if not digests.same(digests.proof(entry.ticket.secret, opening.identity), opening.proof):
-        raise DataLoss(
-            "the sender's proof does not match its ticket and identity",
-            reason="PROOF",
-            field="proof",
-            remedy="prove the ticket's own secret over the identity that is sent",
-            retryable=False,
-        )
-    if opening.integrity != INTEGRITY:
-        raise InvalidRequest(
-            f"{opening.integrity[:32]!r} is not known", reason="INTEGRITY", field="integrity", remedy=f"use {INTEGRITY}"
-        )
-    conversions = check_compatible(opening.contract, contract)
-    _check_numerics(entry.announced, opening.contract)
-    check_identity(entry.expected, opening.identity)
-    if opening.kv_dtype != opening.contract.kv_dtype:
-        difference = FieldDifference("KV_DTYPE", opening.kv_dtype[:32], opening.contract.kv_dtype)
-        raise Incompatible(
-            f"the frames' dtype is not the contract's: {difference}",
-            reason="KV_DTYPE",
-            field="kv_dtype",
-            differences=(difference,),
-        )
-    if opening.logits_only != entry.logits_only:
-        raise InvalidRequest(
-            f"the ticket is for {'logits only' if entry.logits_only else 'a cache'}",
-            reason="LOGITS_ONLY",
-            field="logits_only",
-            remedy="open the push as the ticket's request says",
-        )
-    return conversions
-
-
-def _check_numerics(announced: Numerics | None, sender: WorkerContract) -> None:
-    """The request was admitted, and its conversions reported, for a sender of these numerics."""
-    if announced is None:
-        return
-    pairs = zip(numerics(sender), announced, strict=True)
-    found = tuple(FieldDifference(code, got, was, LOSSY) for (code, got), (_, was) in pairs if got != was)
-    if found:
-        raise Incompatible(
-            f"the sender is not the one that was announced: {found[0]}",
-            field=found[0].code,
-            remedy="name the sending worker's own contract in Decode/Generate",
-            differences=found,
-        )

@@ -9,9 +9,6 @@ bumps the contract version, and versions are compared.
 
 from __future__ import annotations
 
-import math
-from typing import NoReturn
-
 from cache_transfer.contract import (
     CONVERTIBLE,
     INFORMATIONAL,
@@ -25,17 +22,16 @@ from cache_transfer.contract import (
     Ticket,
     WorkerContract,
 )
-from pdserve.errors import FieldDifference, InvalidRequest
+from cache_transfer.fields import FieldReader
+from pdserve.errors import FieldDifference
 from pdserve.v1 import common_pb2 as pb
 
-DIGEST_BYTES = 32
 ID_BYTES = 16
 MAX_LAYERS = 4096
 MAX_PLANES = 16  # of one layer
 MAX_PLANES_IN_ALL = 4096
 MAX_HEADS = 1 << 16
 MAX_HEAD_DIM = 1 << 20
-MAX_TEXT = 256  # characters of a name
 MAX_ENTRIES = 256  # items of a map or of the endpoints
 MAX_INFO_TEXT = 4096  # characters of one informational value
 
@@ -89,7 +85,7 @@ def contract_to_proto(contract: WorkerContract) -> pb.WorkerContract:
 
 
 def contract_from_proto(proto: pb.WorkerContract) -> WorkerContract:
-    read = _Reader("contract", "MALFORMED_CONTRACT")
+    read = FieldReader("contract", "MALFORMED_CONTRACT")
     if not proto.HasField("positions"):
         read.fail("positions", "is missing")
     if not proto.HasField("attention"):
@@ -134,7 +130,7 @@ def identity_to_proto(identity: HandoffIdentity) -> pb.HandoffIdentity:
 
 
 def identity_from_proto(proto: pb.HandoffIdentity) -> HandoffIdentity:
-    read = _Reader("identity", "MALFORMED_IDENTITY")
+    read = FieldReader("identity", "MALFORMED_IDENTITY")
     adapter = proto.adapter_digest if proto.HasField("adapter_digest") else None
     if adapter is not None:
         read.digest("adapter_digest", adapter)
@@ -163,7 +159,7 @@ def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
 
 
 def endpoint_from_proto(proto: pb.Endpoint) -> Endpoint:
-    read = _Reader("endpoint", "MALFORMED_ENDPOINT")
+    read = FieldReader("endpoint", "MALFORMED_ENDPOINT")
     for name, first, end in (
         ("end_layer", proto.first_layer, proto.end_layer),
         ("end_head", proto.first_head, proto.end_head),
@@ -194,7 +190,7 @@ def ticket_to_proto(ticket: Ticket) -> pb.Ticket:
 
 
 def ticket_from_proto(proto: pb.Ticket) -> Ticket:
-    read = _Reader("ticket", "MALFORMED_TICKET")
+    read = FieldReader("ticket", "MALFORMED_TICKET")
     read.count("endpoints", len(proto.endpoints), 1, MAX_ENTRIES)
     return Ticket(
         handoff_id=read.digest("handoff_id", proto.handoff_id, ID_BYTES),
@@ -220,7 +216,7 @@ def difference_from_proto(proto: pb.Difference) -> FieldDifference:
     return FieldDifference(proto.code, proto.left, proto.right, kind)
 
 
-def _positions_from_proto(read: _Reader, proto: pb.PositionScheme) -> PositionScheme:
+def _positions_from_proto(read: FieldReader, proto: pb.PositionScheme) -> PositionScheme:
     read.count("positions.scaling_parameters", len(proto.scaling_parameters), 0, MAX_ENTRIES)
     return PositionScheme(
         kind=read.one_of("positions.kind", proto.kind, POSITION_KINDS),
@@ -240,7 +236,7 @@ def _positions_from_proto(read: _Reader, proto: pb.PositionScheme) -> PositionSc
     )
 
 
-def _attention_from_proto(read: _Reader, proto: pb.AttentionScheme, layers: int) -> AttentionScheme:
+def _attention_from_proto(read: FieldReader, proto: pb.AttentionScheme, layers: int) -> AttentionScheme:
     if len(proto.sliding_window) not in (0, layers):
         read.fail("attention.sliding_window", f"has {len(proto.sliding_window)} entries for {layers} layers")
     return AttentionScheme(
@@ -250,7 +246,7 @@ def _attention_from_proto(read: _Reader, proto: pb.AttentionScheme, layers: int)
     )
 
 
-def _planes_from_proto(read: _Reader, layer: int, proto: pb.LayerPlanes) -> tuple[CachePlane, ...]:
+def _planes_from_proto(read: FieldReader, layer: int, proto: pb.LayerPlanes) -> tuple[CachePlane, ...]:
     where = f"layers[{layer}]"
     read.count(f"{where}.planes", len(proto.planes), 1, MAX_PLANES)
     planes = tuple(
@@ -264,48 +260,3 @@ def _planes_from_proto(read: _Reader, layer: int, proto: pb.LayerPlanes) -> tupl
     if len({plane.name for plane in planes}) != len(planes):
         read.fail(f"{where}.planes", "names a plane twice")
     return planes
-
-
-class _Reader:
-    """Checks single values of one message and raises InvalidRequest with the field's path."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        self._message = message
-        self._reason = reason
-
-    def fail(self, name: str, problem: str) -> NoReturn:
-        raise InvalidRequest(
-            f"the {self._message}'s {name} {problem}",
-            reason=self._reason,
-            field=f"{self._message}.{name}",
-            remedy="send what docs/protocol.md describes",
-        )
-
-    def digest(self, name: str, value: bytes, size: int = DIGEST_BYTES) -> bytes:
-        if len(value) != size:
-            self.fail(name, f"has {len(value)} bytes, not {size}")
-        return value
-
-    def number(self, name: str, value: int, low: int, high: int = 2**32 - 1) -> int:
-        if not low <= value <= high:
-            self.fail(name, f"is {value}, outside [{low}, {high}]")
-        return value
-
-    def count(self, name: str, value: int, low: int, high: int) -> None:
-        if not low <= value <= high:
-            self.fail(name, f"has {value} entries, outside [{low}, {high}]")
-
-    def finite(self, name: str, value: float) -> float:
-        if not math.isfinite(value):
-            self.fail(name, f"is {value}, not a finite number")
-        return value
-
-    def text(self, name: str, value: str, low: int = 1, high: int = MAX_TEXT) -> str:
-        if not low <= len(value) <= high:
-            self.fail(name, f"has {len(value)} characters, outside [{low}, {high}]")
-        return value
-
-    def one_of(self, name: str, value: str, known: tuple[str, ...]) -> str:
-        if value not in known:
-            self.fail(name, f"is {value[:MAX_TEXT]!r}, not one of {', '.join(known)}")
-        return value

@@ -20,7 +20,8 @@ from decode_worker.admission import expected_identity
 from decode_worker.scheduler import Scheduler
 from decode_worker.sequence import HANDOFF, FirstLogits, Sequence, State
 from decode_worker.settings import DecodeSettings
-from pdserve.engine.cache import PagedCache, SequenceSink
+from pdserve.engine.cache import PagedCache
+from pdserve.engine.handover import SequenceSink
 from pdserve.errors import Fenced, PdserveError, Refused
 
 log = logging.getLogger(__name__)

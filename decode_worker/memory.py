@@ -5,15 +5,15 @@ youngest one is preempted: it loses its pages, and takes them back later, oldest
 compute again what they held. The victim is never the oldest of those that can compute, and
 every request fits the pool alone, so somebody always goes on.
 
-Whoever wants pages without running yet (a grant, a preempted sequence) takes those of sequences
-whose readers do not keep up, and must leave `growth_watermark` of the pool for the growth of
-those that run. A cache in transfer counts with what it holds, in which its first growth is
-included. The watermark does not apply when nobody holds pages, so that nothing waits for ever.
+Whoever wants pages without running yet (a grant, a preempted sequence) must leave
+`growth_watermark` of the pool for the growth of those that run. A cache in transfer counts with
+what it holds, in which its first growth is included. The watermark does not apply when nobody
+holds pages, so that nothing waits for ever.
 
 Pinned prefixes of waiting requests cannot be taken back. They are at most half of the pool, they
 expire, and none is added while a sequence lacks pages, or if a request that waits would no longer
 fit beside them. Where nothing but pins is in the way of a sequence, it steps back until the
-requests they belong to have had their turn.
+others have had their turn.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ class Memory:
         return not any(s.pages for s in self.waiting) and not any(s.pages for s in self.running)
 
     def grant(self, sequence: Sequence) -> bool:
-        """Pages for what arrives and its first growth; False if they do not fit."""
+        """Pages for what arrives and its first growth; False, with nothing changed, if they do not fit."""
         fresh = self._missing(sequence, sequence.held)
-        while not self._fits(self.blocks.available_count - fresh):
-            if not self._preempt_paused():
-                return False
+        if not self._fits(self.blocks.available_count - fresh):
+            return False
         sequence.pages = (*sequence.held, *self.blocks.allocate(sequence.key, fresh))
         return True
 
@@ -89,7 +88,7 @@ class Memory:
             victim = self._victim(sequence)
             if victim is None:
                 if not any(s.pages for s in (*self.waiting, *self.running) if s is not sequence):
-                    self.preempt(sequence)  # only pins are in the way: those they belong to go first
+                    self.preempt(sequence)  # only pins are in the way: others go first
                 return False
             self.preempt(victim)
         if missing > 0:
@@ -105,17 +104,17 @@ class Memory:
         sequence.move(State.PREEMPTED)
         self.preemptions += 1
 
-    def resume(self) -> None:
-        """Gives preempted sequences their pages back, oldest first. One that does not fit holds the others back,
-        unless only pinned prefixes are in its way.
+    def resume(self) -> bool:
+        """Gives preempted sequences their pages back, oldest first; False: none. One that does not fit holds the
+        others back, unless only pinned prefixes are in its way.
         """
+        resumed = False
         for sequence in self._preempted():
-            while not self._take_back(sequence):
-                if self._preempt_paused():
-                    continue
-                if not self.alone:
-                    return
+            if self._take_back(sequence):
+                resumed = True
+            elif not self.alone:
                 break
+        return resumed
 
     def publish(self, sequence: Sequence) -> None:
         """Full pages of verified content only: the handoff's tokens, then what was decoded."""
@@ -153,14 +152,6 @@ class Memory:
         older, younger = self.running[:at], self.running[at + 1 :]
         paused = [s for s in older if not s.ready]
         return next((s for s in (*reversed(younger), *reversed(paused)) if s.pages and not s.stepping), None)
-
-    def _preempt_paused(self) -> bool:
-        """Takes the pages of the youngest whose reader does not keep up; False if there is none."""
-        for sequence in reversed(self.running):
-            if sequence.pages and not sequence.ready and not sequence.stepping:
-                self.preempt(sequence)
-                return True
-        return False
 
     def _missing(self, sequence: Sequence, found: tuple[int, ...]) -> int:
         """Pages for its tokens so far and the first growth after them, besides those found."""

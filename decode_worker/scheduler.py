@@ -38,7 +38,7 @@ class GrantRequest:
 class Scheduler:
     """Decides; owned by the worker's event loop, so it needs no lock.
 
-    Whatever may bring pages back must be followed by a `plan`: only that lets a sequence grow.
+    Whatever may bring pages back must be followed by a `plan`: only that lets a sequence grow or resume.
 
     Args:
         blocks: page bookkeeping; this object is its only user.
@@ -98,25 +98,22 @@ class Scheduler:
             self.pump()
 
     def pump(self) -> None:
-        """Gives pages that came back to preempted sequences, then to open pushes."""
-        self._memory.resume()
-        self._give_grants()
-
-    def _give_grants(self) -> None:
-        """In order: whoever does not fit, or lacks pages, holds the later ones back, so that a large request gets
-        its turn. Where nothing but pinned prefixes is in its way, those they belong to go first.
+        """Gives pages to preempted sequences, then to open pushes, in order. Whoever does not fit, or lacks pages,
+        holds the later ones back, so that a large request gets its turn - unless only pinned prefixes are in its way:
+        those they belong to may be the later ones, or wait at their prefill worker until a later one is done.
         """
         memory = self._memory
-        held_back = memory.lacking
+        memory.resume()
         for request in list(self.grants):
-            if held_back and not (memory.alone and request.sequence.held):
-                continue
+            alone = memory.alone
+            if memory.lacking and not alone:
+                return
             if memory.grant(request.sequence):
                 self.grants.remove(request)
                 request.sequence.move(State.GRANTED)
                 request.granted()
-            else:
-                held_back = True
+            elif not alone:
+                return
 
     def ungrant(self, sequence: Sequence) -> None:
         """An attempt is over and its writers have drained: its pages go back, the pin stays."""
@@ -162,7 +159,9 @@ class Scheduler:
                 chunks[sequence.key] = self._chunk(sequence, take)
             planned.append(sequence)
             sequence.stepping = True
-        self._give_grants()
+        if not planned and memory.resume():
+            return self.plan()  # one that stepped back found what it needs among the pins
+        self.pump()
         return DecodePlan(
             step=StepPlan(tuple(chunks.values())),
             first={s.key: s.first for s in planned if s.first is not None},

@@ -17,12 +17,11 @@ from pdserve.engine.checks import check_tokenizer
 from pdserve.engine.engine import Engine
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.runner import EngineThread
-from pdserve.engine.tracer import OWNER as TRACER
-from pdserve.engine.tracer import TracedRun, Tracer
 from pdserve.errors import Cancelled
 from pdserve.registry.accounts import LEASE, Stake
 from pdserve.registry.pool_worker import PoolWorker
 from pdserve.registry.records import PREFILL, Load, Registry
+from pdserve.registry.trace import TracedRun
 from pdserve.tokenizer import Bundle
 from prefill_worker import service
 from prefill_worker.admission import Limits, PrefillRequest, check_request
@@ -31,6 +30,8 @@ from prefill_worker.peers import Peers
 from prefill_worker.pipeline import Pipeline
 from prefill_worker.scheduler import State
 from prefill_worker.settings import PrefillSettings
+from prefill_worker.tracer import OWNER as TRACER
+from prefill_worker.tracer import Tracer
 
 
 class PrefillWorker(PoolWorker):
@@ -92,6 +93,7 @@ class PrefillWorker(PoolWorker):
             self.blocks,
             allowed=settings.allow_trace,
             limit=self._limits.context_limit,
+            step_tokens=settings.chunk_tokens,
             lease_s=settings.lease_s,
             freed=self.pipeline.pages_freed,
         )

@@ -83,13 +83,13 @@ def credentials(metadata: Any) -> tuple[str, ...]:
 
 
 def _refusing(handler: Handler, error: Unauthenticated) -> Handler:
-    """A handler of the same shape that only says no."""
+    """A handler that only says no, and waits for no message before it does."""
 
     async def refuse(request: Any, context: Any) -> Any:
         raise error
 
-    asks, answers = ("stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming))
-    made: Handler = getattr(grpc, f"{asks}_{answers}_rpc_method_handler")(refuse)
+    answers = "stream" if handler.response_streaming else "unary"
+    made: Handler = getattr(grpc, f"stream_{answers}_rpc_method_handler")(refuse)
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Refused, Unavailable
+from pdserve.errors import DeadlineExceeded, Incompatible, Internal, PdserveError, Refused, Unavailable
 from router.gate import Member
 from router.request import Request
 from router.wire import WORKER_LOST, DecodeEvent
@@ -14,8 +14,9 @@ TOKENS_MISMATCH = "TOKENS_MISMATCH"
 # The worker does not answer, or answers without doing its work.
 _SUSPICIOUS = (WORKER_LOST, FIRST_TOKEN_TIMEOUT, INTER_TOKEN_TIMEOUT)
 
-# A worker's own time limit or state, which another worker need not share.
-_MOVABLE = (DeadlineExceeded, Refused)
+# A worker's own time limit, state or contract (it may have changed since it was last heard of), which another
+# worker need not share.
+_MOVABLE = (DeadlineExceeded, Refused, Incompatible)
 
 
 def movable(error: PdserveError) -> bool:

@@ -19,8 +19,8 @@ from cache_transfer.contract import (
     numerics,
     refusals,
     remedy_for,
-    sha256,
 )
+from cache_transfer.encoding import sha256
 from pdserve.errors import FieldDifference, Incompatible, PdserveError, Unavailable
 from pdserve.registry.records import DECODE, PREFILL, WorkerRecord
 

@@ -54,7 +54,7 @@ class BoundedProtocol(H11Protocol):
         super().__init__(**given)
         self._limits = limits
         self._header_timer: asyncio.TimerHandle | None = None
-        self.app = _unambiguous(self.app)
+        self.app = _checked(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,8 +75,7 @@ class BoundedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """For what is no HTTP, or a header beyond MAX_HEADER_BYTES."""
-        problem = f"this is not an HTTP request with a header of at most {MAX_HEADER_BYTES} bytes"
-        self._refuse(400, InvalidRequest(problem, reason="INVALID_HTTP", remedy="send an HTTP/1.1 request"))
+        self._refuse(400, _no_request())
 
     def timeout_keep_alive_handler(self) -> None:
         # Closing would wait for the client to read what is still to be sent.
@@ -121,19 +120,32 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
 
 
-def _unambiguous(app: ASGIApp) -> ASGIApp:
-    """Refuses a body of two lengths: a proxy before us could see other requests in it than h11 does (RFC 9112, 6.3)."""
-    error = InvalidRequest(
+def _no_request() -> InvalidRequest:
+    problem = f"this is not an HTTP request with a header of at most {MAX_HEADER_BYTES} bytes"
+    return InvalidRequest(problem, reason="INVALID_HTTP", remedy="send an HTTP/1.1 request")
+
+
+def _checked(app: ASGIApp) -> ASGIApp:
+    """Refuses a body of two lengths: a proxy before us could see other requests in it than h11 does (RFC 9112, 6.3).
+    Also a header beyond MAX_HEADER_BYTES that came in one piece: h11 measures only what is incomplete.
+    """
+    two_lengths = InvalidRequest(
         "the body has both a Content-Length and a Transfer-Encoding",
         reason="INVALID_HTTP",
         field="content-length",
         remedy="send one of them",
     )
-    refuse = _answer(400, error)
+    ambiguous, too_large = _answer(400, two_lengths), _answer(400, _no_request())
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        names = {name for name, _ in scope["headers"]}
-        await (refuse if names >= {b"content-length", b"transfer-encoding"} else app)(scope, receive, send)
+        headers = scope["headers"]
+        size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) + 4 for k, v in headers)
+        if size > MAX_HEADER_BYTES:
+            await too_large(scope, receive, send)
+        elif {name for name, _ in headers} >= {b"content-length", b"transfer-encoding"}:
+            await ambiguous(scope, receive, send)
+        else:
+            await app(scope, receive, send)
 
     return checked
 

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.status import HTTP_405_METHOD_NOT_ALLOWED
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import (
@@ -277,6 +278,9 @@ async def _on_http_exception(http: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     wrong = f"{http.method[:MAX_SHOWN]} {http.url.path[:MAX_SHOWN]} is not served"
     refused = NotFound(wrong, reason="UNKNOWN_URL", remedy="see /v1/models and /v1/chat/completions")
+    if status == HTTP_405_METHOD_NOT_ALLOWED:
+        allowed = getattr(error, "headers", None) or {}
+        refused = NotFound(wrong, reason="METHOD_NOT_ALLOWED", remedy=f"use {allowed.get('Allow', 'another method')}")
     return reply(status, error_body(refused), dict(getattr(error, "headers", None) or {}))
 
 

@@ -70,7 +70,24 @@ class StreamOptions(_Strict):
     include_usage: StrictBool = False
 
 
-class ChatCompletionBody(_Strict):
+class PlainText(_Strict):
+    type: Literal["text"]
+
+
+class _Neutral(_Strict):
+    """OpenAI's fields that are not served, with the values of theirs that ask for nothing: many clients send them."""
+
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    response_format: PlainText | None = None
+    modalities: tuple[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+    metadata: Annotated[dict[StrictStr, Any], Field(max_length=0)] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class ChatCompletionBody(_Neutral):
     """OpenAI's fields that are served, and ours: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, ..."""
 
     model: StrictStr
@@ -159,6 +176,10 @@ def _explain(problem: Any) -> InvalidRequest:
     where = _path(problem["loc"])
     if problem["type"] == "extra_forbidden":
         return _refused(where, "this field is not supported", "leave it out", "UNKNOWN_FIELD")
+    if problem["loc"] and problem["loc"][0] in _Neutral.model_fields:
+        return _refused(str(problem["loc"][0]), "what it asks for is not supported", "leave it out", "UNKNOWN_FIELD")
+    if where == "n":
+        return _refused("n", "only 1 is supported", "leave it out")
     if problem["type"] == "missing":
         return _refused(where, "this field is missing", "send it", "MISSING_FIELD")
     if problem["type"] == "json_invalid":

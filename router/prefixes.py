@@ -11,7 +11,7 @@ import hashlib
 import struct
 from collections import Counter, OrderedDict
 
-from cache_transfer.contract import encode
+from cache_transfer.encoding import encode
 
 BLOCK_TOKENS = 32
 _MAX_BLOCKS = 1024  # blocks of one prompt that are remembered: 32,768 tokens

@@ -70,7 +70,7 @@ class RouterSettings:
     inter_token_timeout_s: float = 30.0
     """A decode worker that streams, then says nothing for so long, is given up, and its request goes on
     at another pair. One whose engine has stepped in the second half of that time is only busy with
-    others, and is waited for. Allow for its slowest step."""
+    others, and is waited for. Allow for its slowest step, and for several heartbeats, which tell the steps."""
 
     max_active: int = 256
     """Requests in flight at a time; one more is refused with RESOURCE_EXHAUSTED."""

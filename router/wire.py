@@ -24,7 +24,16 @@ from cache_transfer.wire import (
     ticket_from_proto,
     ticket_to_proto,
 )
-from pdserve.errors import ConfigError, DataLoss, DeadlineExceeded, FieldDifference, Internal, PdserveError, Unavailable
+from pdserve.errors import (
+    ConfigError,
+    DataLoss,
+    DeadlineExceeded,
+    FieldDifference,
+    Internal,
+    InvalidRequest,
+    PdserveError,
+    Unavailable,
+)
 from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.rpc.status import difference_from_proto, from_detail, from_rpc_error, has_detail, is_lost
@@ -158,20 +167,28 @@ def _decode_event(message: decode_pb2.DecodeEvent) -> DecodeEvent:
         return tokens_from_proto(message.tokens)
     if kind == "finish":
         return finish_from_proto(message.finish)
-    if kind == "ticket":
-        return ticket_from_proto(message.ticket)
     if kind == "error":
         raise from_detail(message.error)
-    if kind == "admitted":
-        a = message.admitted
-        return Admitted(
-            ticket=ticket_from_proto(a.ticket),
-            identity=identity_from_proto(a.identity),
-            contract=contract_from_proto(a.contract),
-            logits_only=a.logits_only,
-            conversions=tuple(difference_from_proto(d) for d in a.conversions),
-        )
+    try:
+        if kind == "ticket":
+            return ticket_from_proto(message.ticket)
+        if kind == "admitted":
+            return _admitted(message.admitted)
+    except InvalidRequest as error:  # the worker's fault, and not that of whoever asked
+        raise Internal(
+            f"a decode worker sent what cannot be read: {error}", reason="MALFORMED_EVENT", retryable=True
+        ) from error
     raise Internal("a decode worker sent an event of an unknown kind", reason="UNKNOWN_EVENT", retryable=True)
+
+
+def _admitted(message: decode_pb2.Admitted) -> Admitted:
+    return Admitted(
+        ticket=ticket_from_proto(message.ticket),
+        identity=identity_from_proto(message.identity),
+        contract=contract_from_proto(message.contract),
+        logits_only=message.logits_only,
+        conversions=tuple(difference_from_proto(d) for d in message.conversions),
+    )
 
 
 async def run_prefill(

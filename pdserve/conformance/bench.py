@@ -73,7 +73,7 @@ class Handoff:
 
     def retry(self) -> Ticket:
         """The next attempt's ticket. A token that comes first was sampled from nothing that was acknowledged."""
-        self.request.send(retry=decode_pb2.DecodeRetry(prefill_contract=contract_to_proto(self.contract)))
+        self.request.send(retry=self.bench.retry_of(self.contract))
         event = self.request.event()
         kind = event.WhichOneof("event")
         if kind in ("tokens", "finish"):
@@ -131,7 +131,14 @@ class Bench:
         length = min(length or max(4, min(self.contract.page_size + 3, 20)), limit - 8)
         if length < 1:
             skip(f"the context of {limit} tokens is too short")
-        return tuple(self._draw.randrange(self.contract.vocab_size) for _ in range(length))
+        return self.ids(length)
+
+    def ids(self, count: int) -> tuple[int, ...]:
+        return tuple(self._draw.randrange(self.contract.vocab_size) for _ in range(count))
+
+    def retry_of(self, contract: WorkerContract) -> decode_pb2.DecodeRetry:
+        """Asks for the next attempt, by a sender of this contract."""
+        return decode_pb2.DecodeRetry(prefill_contract=contract_to_proto(contract))
 
     def token(self) -> int:
         """A first token that a case may ask for."""
@@ -215,11 +222,12 @@ class Bench:
                     push.finish()
                     answer = push.receive()
             except CallFailed as failed:
-                self._check_failure(failed.failure, reasons, differences)
+                self.check_failure(failed.failure, reasons, differences)
                 return
         fail(f"it was {'acknowledged' if answer is not None else 'ended with OK'}, where {_any(reasons)} was due")
 
-    def _check_failure(self, failure: Failure, reasons: Sequence[str], differences: Sequence[str]) -> None:
+    def check_failure(self, failure: Failure, reasons: Sequence[str], differences: Sequence[str] = ()) -> None:
+        """Status, reason, retryability and differences of a refused push."""
         error = failure.error
         if error.reason not in reasons:
             fail(f"refused with {failure}, where {_any(reasons)} was due")

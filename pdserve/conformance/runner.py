@@ -6,7 +6,7 @@ import fnmatch
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pdserve.conformance import attacks, bad_requests, damage, good
+from pdserve.conformance import attacks, bad_requests, damage, full_pool, good
 from pdserve.conformance.bench import Bench, CaseFailed, CaseSkipped, Limits
 from pdserve.conformance.cases import Case, Outcome, Result
 from pdserve.conformance.peer import CallFailed, Peer
@@ -16,7 +16,7 @@ from pdserve.rpc.settings import RpcSettings
 
 def all_cases() -> tuple[Case, ...]:
     """Good ones first: what refuses everything refuses every attack."""
-    return (*good.cases(), *bad_requests.cases(), *attacks.cases(), *damage.cases())
+    return (*good.cases(), *bad_requests.cases(), *attacks.cases(), *full_pool.cases(), *damage.cases())
 
 
 def select(only: Sequence[str]) -> tuple[Case, ...]:

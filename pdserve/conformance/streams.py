@@ -109,16 +109,7 @@ def make_draft(
         tokens_per_frame: 0: two frames for each plane of each layer, as far as they may be that large.
         heads_per_frame: 0: all heads.
     """
-    opening = pb.PushOpen(
-        handoff_id=ticket.handoff_id,
-        attempt=ticket.attempt,
-        incarnation=ticket.incarnation,
-        identity=identity_to_proto(identity),
-        contract=contract_to_proto(contract),
-        kv_dtype=contract.kv_dtype,
-        logits_only=logits_only,
-        integrity=INTEGRITY,
-    )
+    opening = make_opening(ticket, identity, contract, logits_only=logits_only)
     start = identity.end if logits_only else identity.start
     boxes = () if logits_only else _boxes(contract, start, identity.end, tokens_per_frame, heads_per_frame)
     frames = [
@@ -137,6 +128,23 @@ def make_draft(
     ]
     logits = pb.Logits(dtype=logits_dtype(contract), data=scores.tobytes(), position=identity.end - 1)
     return Draft(ticket, identity, opening, frames, logits)
+
+
+def make_opening(
+    ticket: Ticket, identity: HandoffIdentity, contract: WorkerContract, *, logits_only: bool = False
+) -> pb.PushOpen:
+    """What the holder of the ticket sends first."""
+    return pb.PushOpen(
+        handoff_id=ticket.handoff_id,
+        attempt=ticket.attempt,
+        incarnation=ticket.incarnation,
+        proof=digests.proof(ticket.secret, identity),
+        identity=identity_to_proto(identity),
+        contract=contract_to_proto(contract),
+        kv_dtype=contract.kv_dtype,
+        logits_only=logits_only,
+        integrity=INTEGRITY,
+    )
 
 
 def payload_of(

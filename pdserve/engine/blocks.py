@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache_transfer.contract import sha256
+from cache_transfer.encoding import sha256
 from pdserve.errors import ConfigError, Exhausted, Internal
 
 

@@ -32,7 +32,7 @@ from typing import IO
 
 from blake3 import blake3
 
-from cache_transfer.contract import encode
+from cache_transfer.encoding import encode
 from pdserve.engine.digest import content_digest
 from pdserve.engine.stored import StoredTensor
 from pdserve.errors import CheckpointError
@@ -141,7 +141,7 @@ def _read(kept: Path, stamp: Stamp, names: frozenset[str]) -> dict[str, bytes] |
         digests = {name: bytes.fromhex(text) for name, text in tensors.items()}
         if bytes.fromhex(value["check"]) != _check(stamp, digests):
             return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return digests
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from blake3 import blake3
 
-from cache_transfer.contract import encode
+from cache_transfer.encoding import encode
 from pdserve.engine.spec import ModelSpec
 from pdserve.engine.stored import StoredTensor
 

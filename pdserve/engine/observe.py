@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pdserve.engine.checks import ALL, CHECKS, check_step
+from pdserve.engine.checks import CHECKS, check_step
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, StepOutput
 from pdserve.engine.trace import StepTrace
@@ -110,22 +110,20 @@ class Part:
 
 
 class Recording:
-    """Takes each traced step of an engine, checks it, and keeps the tensors by sequence.
+    """Takes each traced step of an engine, runs every check on it, and keeps the tensors by sequence.
 
-    Args:
-        names: the checks to run after each step; what does not hold is kept, not raised.
+    What does not hold is kept, too, and not raised.
     """
 
-    def __init__(self, engine: Engine, names: frozenset[str] = ALL) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.parts: dict[str, list[Part]] = {}
         self.logits: dict[str, list[Tensor]] = {}
         self.broken: list[Broken] = []
         self._engine = engine
-        self._names = names
 
     def add(self, trace: StepTrace, output: StepOutput) -> None:
         """A step that has run, before the next one begins."""
-        for name in (name for name in CHECKS if name in self._names):
+        for name in CHECKS:
             try:
                 check_step(self._engine, trace, output, frozenset({name}))
             except Internal as error:
@@ -183,10 +181,10 @@ def _part(chunk: Chunk, trace: StepTrace, rows: slice) -> Part:
         raise Internal("the trace is of no step", field="trace")
     layers = tuple(
         {
-            "x": layer.x[rows],
-            "attended": layer.attended[rows],
-            "y": layer.y[rows],
-            "visible": torch.stack([layer.first[rows], layer.end[rows]], 1),
+            "x": layer.x[rows].cpu(),  # a device has its memory for serving
+            "attended": layer.attended[rows].cpu(),
+            "y": layer.y[rows].cpu(),
+            "visible": torch.stack([layer.first[rows], layer.end[rows]], 1).cpu(),
         }
         for layer in trace.layers
     )

@@ -26,7 +26,7 @@ from pdserve.registry.accounts import Accounts, Stake, take_stock
 from pdserve.registry.heartbeat import Heartbeat
 from pdserve.registry.parts import Books, Requests, Settings, Steps
 from pdserve.registry.records import DRAINING, READY, STALLED, STARTING, Load, Registry, WorkerRecord
-from pdserve.registry.trace import Run
+from pdserve.registry.trace import TracedRun
 from pdserve.rpc.background import Background
 from pdserve.rpc.server import Server
 
@@ -187,7 +187,7 @@ class PoolWorker(ABC):
         """Where every page is, and who answers for it. Cached prefixes that nobody reads do not count as held."""
         return take_stock(self._books, self._stakes(), time.monotonic())
 
-    async def trace(self, ids: tuple[int, ...], chunk_tokens: int, columns: int) -> Run:
+    async def trace(self, ids: tuple[int, ...], chunk_tokens: int, columns: int) -> TracedRun:
         """See `Worker/Trace`. Pools that can show their tensors override it."""
         raise Refused(
             f"a {self.role} worker does not show its tensors",

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import redis.asyncio
 from google.protobuf.message import DecodeError
@@ -89,7 +89,8 @@ class RedisRegistry:
         Raises ConfigError for a URL that cannot be used.
         """
         self.address = redis_address(url)
-        self._password = urlsplit(url).password
+        written = urlsplit(url).password or ""
+        self._secrets = {written, unquote(written)}  # in every form that a text could show
         self._prefix = key_prefix
         self._timeout_s = timeout_s
         self._birth = b""  # of the server's memory, as last seen
@@ -103,6 +104,7 @@ class RedisRegistry:
             )
         except (ValueError, TypeError) as error:
             raise _bad_url(self.address, self._scrub(str(error))) from None
+        self._secrets.add(self._client.connection_pool.connection_kwargs.get("password") or "")  # a query's, too
         self._bad: dict[bytes, str] = {}  # records that the last snapshot left out, and why
         self._register = self._client.register_script(_REGISTER)
         self._heartbeat = self._client.register_script(_HEARTBEAT)
@@ -189,7 +191,11 @@ class RedisRegistry:
         )
 
     def _scrub(self, text: str) -> str:
-        return text.replace(self._password, "***") if self._password else text
+        """A server that does not know a command repeats the words after it, which for HELLO and AUTH are secret."""
+        text = text.partition(", with args beginning with")[0]
+        for secret in sorted(self._secrets - {""}, key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return text
 
 
 def redis_address(url: str) -> str:

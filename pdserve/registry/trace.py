@@ -1,75 +1,47 @@
 """`Worker/Trace` on the wire: what a worker shows of one prompt, to be compared with another run of it.
 
-The values stay bytes here; `pdserve.engine.tracer` makes them and reads them.
+The values stay bytes here; `prefill_worker.tracer` makes them, `pdserve.verify.remote` reads them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from pdserve.errors import DataLoss
 from pdserve.v1 import worker_pb2
 
 PIECE_BYTES = 1 << 20  # of one tensor's values, per message
 MAX_TENSOR_BYTES = 64 << 20
+MAX_TRACE_BYTES = 1 << 30  # of all tensors
 _ITEM_BYTES = {"fp32": 4, "float64": 8}
 
 
-class Rows(Protocol):
-    """One tensor; see `pdserve.engine.tracer.TracedRows`."""
-
-    @property
-    def layer(self) -> int: ...
-    @property
-    def tensor(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def columns(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def norms(self) -> tuple[float, ...]: ...
-    @property
-    def data(self) -> bytes: ...
-
-
-class Run(Protocol):
-    """A traced prompt; see `pdserve.engine.tracer.TracedRun`."""
-
-    @property
-    def positions(self) -> tuple[int, ...]: ...
-    @property
-    def cached(self) -> tuple[int, ...]: ...
-    @property
-    def broken(self) -> tuple[tuple[str, str], ...]: ...
-    @property
-    def rows(self) -> Sequence[Rows]: ...
-
-
 @dataclass(frozen=True)
-class ReadRows:
-    layer: int
+class TracedRows:
+    """One tensor as it travels: a row of `columns` little-endian values for each norm."""
+
+    layer: int  # the number of layers: the logits
     tensor: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of one whole row
     columns: int
-    dtype: str
-    norms: tuple[float, ...]
+    dtype: str  # fp32 | float64
+    norms: tuple[float, ...]  # of each whole row
     data: bytes
 
 
 @dataclass(frozen=True)
-class ReadRun:
+class TracedRun:
+    """A traced prompt."""
+
     positions: tuple[int, ...]
-    cached: tuple[int, ...]
-    broken: tuple[tuple[str, str], ...]
-    rows: tuple[ReadRows, ...]
+    cached: tuple[int, ...]  # per layer
+    broken: tuple[tuple[str, str], ...]  # checks that did not hold, and what they say
+    rows: tuple[TracedRows, ...]
 
 
-def trace_parts(run: Run) -> Iterator[worker_pb2.TracePart]:
+def trace_parts(run: TracedRun) -> Iterator[worker_pb2.TracePart]:
     """A run as messages, each of bounded size."""
     faults = [worker_pb2.TraceFault(check=check, message=message) for check, message in run.broken]
     yield worker_pb2.TracePart(start=worker_pb2.TraceStart(positions=run.positions, cached=run.cached, faults=faults))
@@ -88,10 +60,11 @@ def trace_parts(run: Run) -> Iterator[worker_pb2.TracePart]:
             yield worker_pb2.TracePart(data=rows.data[start : start + PIECE_BYTES])
 
 
-async def read_trace(parts: AsyncIterable[worker_pb2.TracePart]) -> ReadRun:
-    """The inverse. Raises DataLoss for parts out of order, of another size, or too large."""
+async def read_trace(parts: AsyncIterable[worker_pb2.TracePart]) -> TracedRun:
+    """The inverse. Raises DataLoss for parts out of order, of another size, or too large alone or together."""
+    total = 0
     start: worker_pb2.TraceStart | None = None
-    rows: list[ReadRows] = []
+    rows: list[TracedRows] = []
     head: worker_pb2.TraceRows | None = None
     data = bytearray()
     async for part in parts:
@@ -108,7 +81,9 @@ async def read_trace(parts: AsyncIterable[worker_pb2.TracePart]) -> ReadRun:
             start = part.start
         elif kind == "rows" and start is not None:
             head, data = part.rows, bytearray()
-            _bytes(head)
+            total += _bytes(head)
+            if total > MAX_TRACE_BYTES:
+                raise _lost("the trace has no end")
         else:
             raise _lost(f"an unexpected part: {kind}")
     if head is not None:
@@ -116,13 +91,13 @@ async def read_trace(parts: AsyncIterable[worker_pb2.TracePart]) -> ReadRun:
     if start is None:
         raise _lost("the stream is empty")
     broken = tuple((fault.check, fault.message) for fault in start.faults)
-    return ReadRun(tuple(start.positions), tuple(start.cached), broken, tuple(rows))
+    return TracedRun(tuple(start.positions), tuple(start.cached), broken, tuple(rows))
 
 
-def _rows(head: worker_pb2.TraceRows, data: bytearray) -> ReadRows:
+def _rows(head: worker_pb2.TraceRows, data: bytearray) -> TracedRows:
     if len(data) != _bytes(head):
         raise _lost(f"{head.tensor} of layer {head.layer} is cut short")
-    return ReadRows(
+    return TracedRows(
         head.layer, head.tensor, tuple(head.shape), head.columns, head.dtype, tuple(head.norms), bytes(data)
     )
 

@@ -14,7 +14,7 @@ import grpc
 from pdserve.errors import NotFound, PdserveError
 from pdserve.registry.accounts import Accounts
 from pdserve.registry.records import WorkerRecord
-from pdserve.registry.trace import Run, trace_parts
+from pdserve.registry.trace import TracedRun, trace_parts
 from pdserve.registry.wire import status_to_proto
 from pdserve.rpc.status import abort
 from pdserve.v1 import gateway_pb2, worker_pb2, worker_pb2_grpc
@@ -33,7 +33,7 @@ class WorkerHost(Protocol):
 
     def accounts(self) -> Accounts: ...
 
-    async def trace(self, ids: tuple[int, ...], chunk_tokens: int, columns: int) -> Run:
+    async def trace(self, ids: tuple[int, ...], chunk_tokens: int, columns: int) -> TracedRun:
         """Runs a prompt to show its tensors. Raises Refused where that is off."""
         ...
 

@@ -40,7 +40,7 @@ class Server:
         self._host = host
         self._port = port
         self._options = server_options(self.settings, extra_options)
-        self._interceptors = (ErrorInterceptor(), *interceptors)
+        self._interceptors = (ErrorInterceptor(self.settings.call_timeout_s), *interceptors)
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._registered: list[tuple[str, Any]] = []
         self._grpc: grpc.aio.Server | None = None

@@ -12,7 +12,7 @@ from cache_transfer.contract import WorkerContract
 from cache_transfer.wire import contract_from_proto
 from pdserve.engine.observe import Broken, Observed, Rows
 from pdserve.errors import ConfigError, DataLoss
-from pdserve.registry.trace import ReadRun, read_trace
+from pdserve.registry.trace import TracedRun, read_trace
 from pdserve.rpc.channel import channel
 from pdserve.rpc.settings import RpcSettings
 from pdserve.rpc.status import from_rpc_error
@@ -20,10 +20,11 @@ from pdserve.tokenizer import Bundle
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.verify.observing import Prompts, Run, Shape, described
 from pdserve.verify.sides import Side
+from router.channels import WorkerChannels
+from router.wire import fetch_bundle
 
 COLUMNS = 256  # of each row
 TRACE_S = 120.0  # for one prompt
-MAX_BUNDLE_BYTES = 64 << 20
 
 
 def contract_of(side: Side, rpc: RpcSettings) -> WorkerContract:
@@ -90,22 +91,17 @@ async def _described(address: str, rpc: RpcSettings) -> WorkerContract:
 
 
 async def _bundle(address: str, digest: bytes, rpc: RpcSettings) -> Bundle:
-    data = bytearray()
-    async with channel(address, rpc) as to_worker:
-        stub = worker_pb2_grpc.WorkerStub(to_worker)
-        try:
-            async for piece in stub.GetTokenizer(
-                worker_pb2.GetTokenizerRequest(digest=digest), timeout=rpc.call_timeout_s
-            ):
-                data += piece.data
-                if len(data) > MAX_BUNDLE_BYTES:
-                    raise DataLoss("the tokenizer has no end", reason="BUNDLE_TOO_LARGE", field="bundle")
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-    return Bundle.from_bytes(bytes(data))
+    channels = WorkerChannels(rpc)
+    try:
+        bundle = Bundle.from_bytes(await fetch_bundle(channels, address, digest, rpc.call_timeout_s))
+    finally:
+        await channels.close()
+    if bundle.digest() != digest:
+        raise DataLoss(f"{address} sent another tokenizer than its contract names", reason="BUNDLE_DIGEST")
+    return bundle
 
 
-def _received(run: ReadRun, ids: tuple[int, ...], layers: int) -> tuple[Observed, tuple[Broken, ...]]:
+def _received(run: TracedRun, ids: tuple[int, ...], layers: int) -> tuple[Observed, tuple[Broken, ...]]:
     """A run of `ids` as another process sent it. Raises DataLoss when its sizes do not fit the prompt."""
     found: list[dict[str, Rows]] = [{} for _ in range(layers)]
     logits: tuple[Tensor, ...] = ()

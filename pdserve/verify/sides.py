@@ -49,11 +49,6 @@ class Side:
     way: str = ALONE  # ALONE | BATCHED | REUSED | HANDOFF
     count: int = 0  # BATCHED: sequences; REUSED: tokens found in the cache, 0: as many as can be
 
-    @property
-    def chooses(self) -> bool:
-        """It generates tokens; a worker shows the prompt only."""
-        return self.kind != WORKER
-
 
 def parse_side(text: str, base: Side) -> Side:
     """A side as words on top of `base`. Raises ConfigError naming the word and what would do."""

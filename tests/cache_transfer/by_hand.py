@@ -15,7 +15,8 @@ import grpc
 import msgpack
 from blake3 import blake3
 
-from cache_transfer.contract import HandoffIdentity, Ticket, WorkerContract, encode
+from cache_transfer.contract import HandoffIdentity, Ticket, WorkerContract
+from cache_transfer.encoding import encode
 from cache_transfer.messages import Frame, PackedFrame
 from cache_transfer.push import decode_request
 from cache_transfer.transport import PUSH_METHOD
@@ -24,7 +25,8 @@ from pdserve.rpc.channel import sync_channel
 from pdserve.rpc.status import from_rpc_error
 from pdserve.v1 import transfer_pb2 as pb
 from pdserve.v1 import transfer_pb2_grpc
-from tests.cache_transfer.support import WAIT_S, Array, Pair, logits_of
+from tests.cache_transfer.pages import WAIT_S, Array
+from tests.cache_transfer.support import Pair, logits_of
 
 Requests = list[pb.PushRequest]
 T = TypeVar("T")

@@ -14,11 +14,12 @@ from cache_transfer.pages import PageSink
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
 from cache_transfer.sender import HandoffSender, SendReport
 from cache_transfer.tickets import Claim, TicketBook
-from pdserve.engine.cache import SequenceSink, SequenceSource
 from pdserve.engine.engine import Engine
+from pdserve.engine.handover import SequenceSink, SequenceSource
 from pdserve.engine.plan import Chunk
 from pdserve.errors import PdserveError
-from tests.cache_transfer.support import INCARNATION, WAIT_S
+from tests.cache_transfer.pages import WAIT_S
+from tests.cache_transfer.support import INCARNATION
 from tests.engine.tiny import run
 
 Pages = tuple[int, ...]

@@ -15,7 +15,8 @@ from torch import Tensor
 from cache_transfer.pages import Range
 from pdserve.engine.dtypes import torch_dtype
 from tests.cache_transfer.engines import hand_over
-from tests.cache_transfer.support import NumpySource, check_same, make_pair, random_cache
+from tests.cache_transfer.pages import NumpySource
+from tests.cache_transfer.support import check_same, make_pair, random_cache
 from tests.engine.tiny import prompt, spec, tiny_engine
 
 TOKENS = 21

@@ -6,38 +6,38 @@ import asyncio
 
 import pytest
 
-from cache_transfer.messages import Frame, PackedFrame
+from cache_transfer.messages import Frame, Outgoing, PackedFrame
+from cache_transfer.opening import make_opening
 from cache_transfer.push import decode_request
-from cache_transfer.tickets import make_opening
+from cache_transfer.transport import PushStream
 from pdserve.errors import Cancelled, InvalidRequest, PdserveError
 from pdserve.v1 import transfer_pb2 as pb
 from tests.cache_transfer.by_hand import make_stream
-from tests.cache_transfer.support import WAIT_S, Pair, make_pair, random_cache
+from tests.cache_transfer.pages import WAIT_S
+from tests.cache_transfer.support import Pair, make_pair, random_cache
 
 TOKENS = 8
 EARLY = {"an opening": 0, "a frame": 1, "logits": -2, "a commit": -1}
 
 
-async def send(stream: object, request: pb.PushRequest) -> None:
-    message = decode_request(request.SerializeToString())
-    if isinstance(message, Frame):
-        message = PackedFrame(  # type: ignore[assignment]
-            request.SerializeToString() if type(stream).__name__ == "_GrpcStream" else message,
-            len(message.payload),
-            message.digest,
-        )
-    await stream.send(message)  # type: ignore[attr-defined]
+def on_its_way(request: pb.PushRequest, kind: str) -> Outgoing:
+    """As its transport takes it."""
+    data = request.SerializeToString()
+    message = decode_request(data)
+    if not isinstance(message, Frame):
+        return message
+    return PackedFrame(data if kind == "grpc" else message, len(message.payload), message.digest)
 
 
-async def check_ended(pair: Pair, stream: object, error: type[PdserveError], reason: str) -> None:
+async def check_ended(pair: Pair, stream: PushStream, error: type[PdserveError], reason: str) -> None:
     """With no page granted, and before there was one."""
     with pytest.raises(error) as caught:
-        await asyncio.wait_for(stream.receive(), WAIT_S)  # type: ignore[attr-defined]
+        await asyncio.wait_for(stream.receive(), WAIT_S)
     assert caught.value.reason == reason
     await asyncio.wait_for(pair.host.over.wait(), WAIT_S)
     assert not pair.host.may_grant.is_set() and not pair.host.sinks
     assert [(type(e), e.reason) for _, e in pair.host.failed] == [(error, reason)] and pair.host.done == []
-    await stream.close()  # type: ignore[attr-defined]
+    await stream.close()
     await pair.check_next_handoff_works()
 
 
@@ -49,9 +49,9 @@ async def test_nothing_may_come_before_it(kind: str, place: int) -> None:
         ticket, identity = pair.issue(TOKENS)
         requests = make_stream(ticket, identity, pair.sends, random_cache(pair.sends, TOKENS))
         stream = pair.transport.open(WAIT_S)
-        await send(stream, requests[0])
+        await stream.send(on_its_way(requests[0], kind))
         await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
-        await send(stream, requests[place])
+        await stream.send(on_its_way(requests[place], kind))
         await check_ended(pair, stream, InvalidRequest, "MESSAGE_ORDER")
 
 

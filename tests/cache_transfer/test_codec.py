@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_transfer.codec import Coverage, decode_header, encode_header, payload_size
-from cache_transfer.contract import CachePlane, encode
+from cache_transfer.contract import CachePlane
 from cache_transfer.digests import Manifest, frame_digest, logits_digest, proof
+from cache_transfer.encoding import encode
 from cache_transfer.messages import FrameHeader
 from cache_transfer.outbox import Outbox
 from pdserve.errors import DataLoss, Incompatible, Internal, InvalidRequest, PdserveError
@@ -196,8 +197,9 @@ def test_a_frame_may_not_exceed_the_granted_size() -> None:
 def test_one_row_above_the_frame_size_cannot_be_sent() -> None:
     box = Outbox(make_contract(head_dim=8), 0, 4)
     box.announce(0, (0, 4))
-    with pytest.raises(Incompatible, match="head_dim"):
+    with pytest.raises(Incompatible, match="head_dim") as caught:
         box.take(100, max_payload_bytes=31)
+    assert caught.value.reason == "FRAME_SIZE"
 
 
 def test_an_unknown_layer_cannot_be_announced() -> None:

@@ -19,10 +19,10 @@ from cache_transfer.contract import (
     check_compatible,
     check_identity,
     diff,
-    encode,
     prompt_digest,
     refusals,
 )
+from cache_transfer.encoding import encode
 from pdserve.errors import Incompatible
 from tests.cache_transfer.support import make_contract, make_identity
 

@@ -1,7 +1,8 @@
-"""Every single bit of a whole stream, turned over: refused with a type and a reason, and nothing verified.
+"""Single bits of a whole stream, turned over: refused with a type and a reason, and nothing verified.
 
-A small stream, so that all of its bits can be tried: two layers, K and V, two heads, three tokens
-that travel in two frames per plane. Streams over real sockets and threads are in the other files.
+A small stream: two layers, K and V, two heads, three tokens that travel in two frames per plane. Every
+bit of opening, first frame, logits and commit is tried, and every third of the frames that are like it.
+Streams over real sockets and threads are in the other files.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def test_the_stream_itself_is_taken() -> None:
 
 @pytest.mark.parametrize("index", [*FRAMES, LOGITS, COMMIT])
 def test_no_bit_after_the_opening_can_change(index: int) -> None:
-    for bit in range(8 * len(MESSAGES[index])):
+    step = 3 if index in FRAMES[1:] else 1
+    for bit in range(index % step, 8 * len(MESSAGES[index]), step):
         check_typed(outcome(with_bit_flipped(index, bit)))
 
 

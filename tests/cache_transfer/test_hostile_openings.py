@@ -13,7 +13,8 @@ from cache_transfer.push import decode_request
 from pdserve.errors import DataLoss, Fenced, Incompatible, InvalidRequest, PdserveError, Refused
 from tests.cache_transfer.by_hand import Requests, make_stream, push_bytes
 from tests.cache_transfer.changes import TOKENS, check_not_claimed, name_of, open_stream, wire
-from tests.cache_transfer.support import WAIT_S, Pair, make_pair, random_cache
+from tests.cache_transfer.pages import WAIT_S
+from tests.cache_transfer.support import Pair, make_pair, random_cache
 
 Attack = tuple[Requests, bytes]  # a stream, and the secret of the ticket that it abuses
 

@@ -21,9 +21,8 @@ from cache_transfer.contract import (
     PositionScheme,
     WorkerContract,
     cache_identity,
-    encode,
-    sha256,
 )
+from cache_transfer.encoding import encode, sha256
 from pdserve.engine.blocks import BlockManager, Prefix
 from router.prefixes import chain
 from tests.cache_transfer.support import make_contract

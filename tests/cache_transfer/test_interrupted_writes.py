@@ -10,7 +10,8 @@ from cache_transfer.pages import PageSink
 from cache_transfer.receiver import Receiver
 from cache_transfer.tickets import Claim
 from pdserve.errors import Fenced
-from tests.cache_transfer.support import WAIT_S, Host, make_pair
+from tests.cache_transfer.pages import WAIT_S
+from tests.cache_transfer.support import Host, make_pair
 
 
 class RevokedAtTheGrant(Host):

@@ -15,7 +15,8 @@ import pytest
 from cache_transfer.messages import MAX_PAYLOAD_BYTES
 from cache_transfer.pages import PageSink, Range
 from cache_transfer.tickets import Claim
-from tests.cache_transfer.support import WAIT_S, Array, Host, Pair, make_contract, make_pair
+from tests.cache_transfer.pages import WAIT_S, Array
+from tests.cache_transfer.support import Host, Pair, make_contract, make_pair
 
 MIB = 1 << 20
 HEADS, HEAD_DIM = 8, 32  # 1 KiB for a token in a plane

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cache_transfer.contract import Endpoint
-from cache_transfer.tickets import TicketBook, make_opening
+from cache_transfer.opening import make_opening
+from cache_transfer.tickets import TicketBook
 from pdserve.errors import Refused
 from tests.cache_transfer.support import INCARNATION, Clock, make_contract, make_identity
 

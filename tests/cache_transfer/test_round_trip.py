@@ -12,12 +12,9 @@ import pytest
 from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.codec import ITEM_BYTES
 from cache_transfer.messages import Grant
-from cache_transfer.tickets import make_opening
+from cache_transfer.opening import make_opening
+from tests.cache_transfer.pages import WAIT_S, DirectNumpySource, GatedSource, NumpySource
 from tests.cache_transfer.support import (
-    WAIT_S,
-    DirectNumpySource,
-    GatedSource,
-    NumpySource,
     check_same,
     logits_of,
     make_contract,

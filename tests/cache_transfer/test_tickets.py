@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cache_transfer.contract import Endpoint, Ticket
-from cache_transfer.tickets import Claim, TicketBook, make_opening
+from cache_transfer.opening import make_opening
+from cache_transfer.tickets import Claim, TicketBook
 from pdserve.errors import DataLoss, Fenced, Internal, PdserveError, Refused
 from tests.cache_transfer.support import INCARNATION, Clock, make_contract, make_identity
 

@@ -16,14 +16,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import cache_transfer.checks
+import cache_transfer.opening
 import cache_transfer.receiver
-import cache_transfer.tickets
 import cache_transfer.writers
 import decode_worker.admission
 import decode_worker.sampling
 from cache_transfer import digests
 from cache_transfer.codec import Coverage
 from cache_transfer.contract import WorkerContract, cache_identity
+from cache_transfer.receiver import Receiver
 from cache_transfer.tickets import TicketBook
 from decode_worker.sampling import Choice
 from pdserve.cli.main import app
@@ -112,7 +113,7 @@ def _no_other_digests(patch: pytest.MonkeyPatch) -> None:
 
 def _no_proof(patch: pytest.MonkeyPatch) -> None:
     blind = SimpleNamespace(proof=digests.proof, same=lambda left, right: True)
-    patch.setattr(cache_transfer.tickets, "digests", blind)
+    patch.setattr(cache_transfer.opening, "digests", blind)
 
 
 def _replay(patch: pytest.MonkeyPatch) -> None:
@@ -157,11 +158,11 @@ def _no_coverage(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_identity(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cache_transfer.tickets, "check_identity", lambda expected, got: None)
+    patch.setattr(cache_transfer.opening, "check_identity", lambda expected, got: None)
 
 
 def _no_contract_at_the_push(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cache_transfer.tickets, "check_compatible", lambda left, right: ())
+    patch.setattr(cache_transfer.opening, "check_compatible", lambda left, right: ())
 
 
 def _no_contract_at_admission(patch: pytest.MonkeyPatch) -> None:
@@ -170,6 +171,15 @@ def _no_contract_at_admission(patch: pytest.MonkeyPatch) -> None:
 
 def _no_manifest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cache_transfer.receiver, "check_commit", lambda *arguments: None)
+
+
+def _deaf_before_the_grant(patch: pytest.MonkeyPatch) -> None:
+    """What comes early is only read when its turn comes."""
+
+    async def deaf(self: Receiver, attempt: Any, reading: Any) -> Any:
+        return await self._pages(attempt, ())
+
+    patch.setattr(Receiver, "_wait_for_pages", deaf)
 
 
 def _highest_of_equals(patch: pytest.MonkeyPatch) -> None:
@@ -216,6 +226,7 @@ FAULTS: dict[Plant, tuple[str, ...]] = {
     _no_contract_at_the_push: ("each field that must be equal, at the push",),
     _no_contract_at_admission: ("each field that must be equal, at admission",),
     _no_manifest: ("manifest with one byte more",),
+    _deaf_before_the_grant: ("a frame before the grant", "an end before the grant"),
     _highest_of_equals: ("equal best scores: the lowest id",),
     _shared_prefixes: ("a prefix that is held stays where it is",),
     _wrong_status: ("digest with a flipped bit",),

@@ -22,8 +22,8 @@ from decode_worker.sequence import State
 from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker
 from pdserve.engine.blocks import BlockManager
-from pdserve.engine.cache import SequenceSource
 from pdserve.engine.engine import Engine
+from pdserve.engine.handover import SequenceSource
 from pdserve.engine.plan import Chunk, StepCounters, StepPlan
 from pdserve.local import LocalOutput, LocalRunner
 from pdserve.registry.records import Registry

@@ -138,7 +138,7 @@ async def test_what_takes_too_long_expires_without_traffic(state: State) -> None
 
 
 async def test_a_sender_that_stalls_may_be_replaced() -> None:
-    async with rig(idle_s=0.1) as r, r.call(prompt(9), PARAMS) as call:
+    async with rig(idle_s=0.5) as r, r.call(prompt(9), PARAMS) as call:
         task = await bring_to(State.RECEIVING, r, call)
         assert task is not None
         with pytest.raises(DeadlineExceeded):

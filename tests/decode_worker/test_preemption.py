@@ -281,22 +281,24 @@ async def test_growth_waits_for_a_cache_in_transfer_and_goes_on_when_that_breaks
         assert r.worker.pipeline.scheduler.preemptions == 0
 
 
-async def test_growth_waits_for_pinned_prefixes_and_goes_on_when_their_tickets_expire() -> None:
+async def test_pins_that_keep_one_from_growing_end_with_their_requests_or_tickets() -> None:
+    """One of two pinned prefixes is used, while the sequence that it stood in the way of waits; the other expires."""
     params = replace(GREEDY, max_tokens=24)
     async with rig(decode=tiny_engine(deterministic=True, pages=8), growth_watermark=0.0, ticket_ttl_s=1.5) as r:
         await r.generate(prompt(5), replace(GREEDY, max_tokens=3))
         async with (
-            r.call((*prompt(5), 1), replace(GREEDY, max_tokens=9)) as waiting,
+            r.call((*prompt(5), 1), replace(GREEDY, max_tokens=9)) as used,
+            r.call((*prompt(5), 2), replace(GREEDY, max_tokens=9)) as unused,
             r.call(prompt(9, seed=1), params, request_id="a") as call,
         ):
-            assert (await waiting.admitted()).ticket.held_tokens == 4
+            pushed = await used.admitted()
+            assert [pushed.ticket.held_tokens, (await unused.admitted()).ticket.held_tokens] == [4, 4]
             await r.push(await call.admitted(), r.prefill.compute(call.ids))
-            sequence = await stuck(r, "a")
-            cached = sequence.cached
-            async with r.call((*prompt(5), 2), replace(GREEDY, max_tokens=4)) as late:
+            await r.states.wait(State.PREEMPTED)
+            async with r.call((*prompt(5), 3), replace(GREEDY, max_tokens=4)) as late:
                 assert (await late.admitted()).ticket.held_tokens == 0  # no pin is added meanwhile
-                await r.about.Describe(worker_pb2.DescribeRequest())
-                assert sequence.cached == cached
-            assert (await call.answer()).ids == undisturbed([prompt(9, seed=1)], params)[0].ids
+            await r.push(pushed, r.prefill.compute(used.ids))
+            assert (await used.answer()).ids == undisturbed([used.ids], replace(GREEDY, max_tokens=9))[0].ids
+            assert (await call.answer()).ids == undisturbed([call.ids], params)[0].ids
             with pytest.raises(DeadlineExceeded):
-                await waiting.answer()
+                await unused.answer()

@@ -25,13 +25,14 @@ from router.request import Ask, TokenPrompt
 from router.wire import DecodeCall
 from tests.e2e.faults.points import SOME_TOKENS, Points, watch_decode, watch_prefill, watch_router
 from tests.e2e.faults.table import Part, Step
-from tests.e2e.stack import FREE_S, MODEL, Stack, alone_on, stack
+from tests.e2e.stack import MODEL, Stack, alone_on, stack
 from tests.e2e.watched import WAIT_S, WatchedEngine, engine
 from tests.engine.tiny import prompt
 from tests.router.support import VOCAB, bundle, model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+FREE_S = 1.0  # all work of a cancelled request is over, on both sides
 TOKENS = 40
 PARAMS = SamplingParams(temperature=0, seed=0, max_tokens=TOKENS, ignore_eos=True)
 IDS = prompt(40, vocab=VOCAB)  # three chunks of prefill

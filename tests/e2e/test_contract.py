@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from cache_transfer.contract import WorkerContract
-from cache_transfer.tickets import make_opening
+from cache_transfer.opening import make_opening
 from cache_transfer.transport import GrpcTransport
 from cache_transfer.wire import contract_to_proto, identity_from_proto, ticket_from_proto
 from pdserve.errors import Incompatible, PdserveError, Unavailable

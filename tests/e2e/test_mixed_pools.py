@@ -142,17 +142,24 @@ async def test_the_majority_of_pairs_turns_from_one_version_to_the_next() -> Non
 async def test_the_majority_leaves_while_its_requests_wait() -> None:
     """What it has taken and not begun goes to the version that stays; nobody is told to come again."""
     async with traffic((V1, "ppd")) as going:
-        old, queue = going.made.workers, going.made.prefills[0].engine
-        assert isinstance(queue, WatchedEngine)
+        old, first, second = going.made.workers, *going.made.prefills
+        one, other = (worker.engine for worker in (first, second) if isinstance(worker.engine, WatchedEngine))
         await going.add(V2, "p", "d")
         assert versions_of(going, await going.more()) == {0}
-        with queue.held():
-            await asyncio.wait_for(queue.inside.wait(), 10)
+        with one.held(), other.held():
+            await going.made.until(lambda: one.inside.is_set() or other.inside.is_set())
+            asked = [asyncio.create_task(going.made.ask(IDS[0], GREEDY)) for _ in range(3)]
+            # Each begins one prompt at most, or those that it had before.
+            await going.made.until(lambda: first.record().load.waiting + second.record().load.waiting > 0)
             leaving = asyncio.create_task(going.leave(*reversed(old)))
-            await going.made.until(lambda: 1 in versions_of(going, going.answers))
+            await going.made.until(lambda: 1 in versions_of(going, [t.result() for t in asked if t.done()]))
         await leaving
         assert versions_of(going, await going.more()) == {1}
-        assert any("moved to contract" in note for a in going.answers if a.record for note in a.record.notes)
+        late = await asyncio.gather(*asked)
+        for answer in late:
+            check(answer, IDS[0], going.versions)
+        notes = [note for answer in (*late, *going.answers) if answer.record for note in answer.record.notes]
+        assert any("moved to contract" in note for note in notes)
 
 
 async def test_each_precision_has_pairs_of_its_own() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cache_transfer.pages import KVSource, PageSink
-from pdserve.engine.cache import PagedCache, SequenceSink, SequenceSource
+from pdserve.engine.cache import PagedCache
+from pdserve.engine.handover import SequenceSink, SequenceSource
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import ConfigError, Internal
 from tests.engine.tiny import spec

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.engine.cache import PagedCache, SequenceSink, SequenceSource
+from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import cast_bytes, torch_dtype
+from pdserve.engine.handover import SequenceSink, SequenceSource
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import Internal
 from tests.engine.tiny import spec

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_transfer.contract import PositionScheme, sha256
+from cache_transfer.contract import PositionScheme
+from cache_transfer.encoding import sha256
 from pdserve.engine.dtypes import torch_dtype
 from pdserve.engine.engine import Engine
 from pdserve.engine.loaded import LoadedModel

@@ -8,7 +8,8 @@ import numpy as np
 
 from cache_transfer.contract import Endpoint, Ticket
 from tests.cache_transfer.by_hand import Requests, make_header, make_stream
-from tests.cache_transfer.support import INCARNATION, Array
+from tests.cache_transfer.pages import Array
+from tests.cache_transfer.support import INCARNATION
 from tests.fuzz.targets import CONTRACT, EXPECTED, HANDOFF, IDENTITY, SECRET, SIGNS, TOKENS, joined
 
 CORPUS = Path(__file__).parent / "corpus"

@@ -6,7 +6,8 @@
 
 `receive` takes the part of a sender that holds the ticket, since every digest would else stop
 the fuzzer at the first change: with SIGNS set in the first byte each message is signed again
-after it was changed. Without it the stream may only be taken as it was made.
+after it was changed. Without it the stream may only be taken as it was made. With EARLY set nothing waits
+for the grant.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOKENS = 4
 HANDOFF, SECRET = b"h" * 16, b"s" * 32
 IDENTITY = make_identity(CONTRACT, TOKENS, start=1)
 MAX_PAYLOAD_BYTES = 128
-SIGNS = 1
+SIGNS, EARLY = 1, 2
 
 Cell = tuple[str, int, int, int]  # plane, layer, head, token
 
@@ -77,14 +78,16 @@ def joined(messages: list[bytes], flags: int = 0) -> bytes:
 
 
 def receive(data: bytes) -> None:
-    outcome(messages_of(data[1:]), signs=bool(data[:1] and data[0] & SIGNS))
+    flags = data[0] if data else 0
+    if outcome(messages_of(data[1:]), signs=bool(flags & SIGNS), early=bool(flags & EARLY)) is None and flags & EARLY:
+        raise Found("a stream that did not wait for its grant was taken")
 
 
-def outcome(messages: list[bytes], *, signs: bool = False) -> PdserveError | None:
+def outcome(messages: list[bytes], *, signs: bool = False, early: bool = False) -> PdserveError | None:
     """How the receiver answers a stream; None: it was taken. Raises Found for what it must never do."""
     loop, receiver, host = _receiver()
     host.clear()
-    stream = _Stream(messages, signs=signs)
+    stream = _Stream(messages, signs=signs, early=early)
     try:
         loop.run_until_complete(receiver.receive(stream))
     except PdserveError as error:
@@ -95,8 +98,9 @@ def outcome(messages: list[bytes], *, signs: bool = False) -> PdserveError | Non
 
 
 class _Stream:
-    def __init__(self, messages: list[bytes], *, signs: bool) -> None:
+    def __init__(self, messages: list[bytes], *, signs: bool, early: bool) -> None:
         self._messages = iter(messages)
+        self._early = early
         self._may_read = asyncio.Event()
         self._may_read.set()
         self.signs = signs
@@ -109,7 +113,7 @@ class _Stream:
         await self._may_read.wait()
         for data in self._messages:
             read = decode_request(data)
-            if isinstance(read, PushOpening) and not self.answers:
+            if isinstance(read, PushOpening) and not self.answers and not self._early:
                 self._may_read.clear()
             return self._signed(read) if self.signs else read
         return None

@@ -15,7 +15,7 @@ from cache_transfer.codec import Coverage
 from tests.fuzz import targets
 from tests.fuzz.mutations import restructured
 from tests.fuzz.seeds import CORPUS, seeds
-from tests.fuzz.targets import SIGNS, TARGETS, Found, joined, messages_of
+from tests.fuzz.targets import EARLY, SIGNS, TARGETS, Found, joined, messages_of
 
 INPUTS = sorted(path for path in CORPUS.rglob("*") if path.is_file())
 
@@ -46,6 +46,13 @@ def test_the_whole_stream_is_taken(flags: int) -> None:
     targets.receive(bytes([flags]) + data[1:])
     host = targets._made[0][2]
     assert host.logits is not None and host.cells == targets.EXPECTED
+
+
+def test_a_stream_that_does_not_wait_for_its_grant_is_not_taken() -> None:
+    data = seeds()["receive"]["whole"]
+    targets.receive(bytes([SIGNS | EARLY]) + data[1:])
+    host = targets._made[0][2]
+    assert host.granted == host.told == 1 and host.logits is None and not host.cells
 
 
 def test_streams_survive_their_framing() -> None:

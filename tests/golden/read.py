@@ -54,6 +54,8 @@ class Stream:
     def __init__(self, messages: list[bytes]) -> None:
         self._opening, self._messages = messages[:1], iter(messages[1:])
         self._granted = asyncio.Event()
+        if not messages:
+            self._granted.set()  # nothing to wait for
         self.answers: list[Response] = []
 
     async def read(self) -> Request | None:

@@ -13,6 +13,7 @@ import pytest
 
 from cache_transfer import contract, messages, wire
 from cache_transfer.contract import KV_CASTS, HandoffIdentity, _flatten
+from cache_transfer.fields import MAX_TEXT
 from cache_transfer.receiver import ReceiverSettings
 from decode_worker.settings import DecodeSettings
 from pdserve import errors
@@ -106,7 +107,8 @@ def test_claims_are_checked_in_the_order_of_the_page() -> None:
     import dataclasses
 
     from cache_transfer import digests
-    from cache_transfer.tickets import TicketBook, make_opening
+    from cache_transfer.opening import make_opening
+    from cache_transfer.tickets import TicketBook
 
     vector = worked_example()
     own, expected = vector.contract, vector.identity
@@ -183,7 +185,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         wire.MAX_HEADS,
         wire.MAX_HEAD_DIM,
         wire.MAX_ENTRIES,
-        wire.MAX_TEXT,
+        MAX_TEXT,
         wire.MAX_INFO_TEXT,
     ]
 

@@ -22,8 +22,8 @@ from cache_transfer.service import register as register_transfer
 from cache_transfer.tickets import Claim, TicketBook
 from cache_transfer.wire import contract_to_proto, identity_to_proto, ticket_to_proto
 from pdserve.engine.blocks import BlockManager
-from pdserve.engine.cache import SequenceSink
 from pdserve.engine.engine import Engine, OnLayer
+from pdserve.engine.handover import SequenceSink
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import Chunk, EngineConfig, StepOutput, StepPlan
 from pdserve.errors import PdserveError

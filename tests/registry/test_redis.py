@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import redis.asyncio
@@ -108,6 +110,35 @@ async def test_a_wrong_password_is_named_but_never_shown(caplog: pytest.LogCaptu
     assert SECRET not in f"{error} {error.__cause__!r} {error.__suppress_context__} {caplog.text}"
     assert error.__suppress_context__
     assert server.address in str(error)
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("url", ["redis://user:{}@{}/0", "redis://{1}/0?username=user&password={0}"])
+@pytest.mark.parametrize("text", ["unknown command '{}', with args beginning with: {}", "cannot {} with {}"])
+async def test_a_server_that_repeats_the_password_is_not_repeated(url: str, text: str, long: bool) -> None:
+    """As those before Redis 6 do, which know no HELLO, and proxies."""
+    secret = "s3cr/et!+%41 pä" * (20 if long else 1)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError):
+            while head := await reader.readline():
+                words = []
+                for _ in range(int(head[1:])):
+                    size = int((await reader.readline())[1:])
+                    words.append((await reader.readexactly(size + 2))[:-2].decode())
+                told = text.format(words[0], " ".join(f"`{word}`," for word in words[1:]))
+                cut = told[:128] if "beginning" in text else told  # as Redis does
+                writer.write(f"-ERR {cut}\r\n".encode())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1")
+    async with server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        registry = RedisRegistry(url.format(quote(secret, safe=""), address))
+        with pytest.raises(Unavailable) as caught:
+            await registry.snapshot()
+        await registry.close()
+    assert "s3cr" not in str(caught.value) and "HELLO" in str(caught.value)
 
 
 async def test_two_prefixes_share_a_database(shared_redis: RedisServer) -> None:

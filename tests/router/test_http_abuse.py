@@ -166,6 +166,14 @@ async def test_a_header_has_a_largest_size() -> None:
             assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"{}"), 5)
 
 
+@pytest.mark.parametrize("head", [b"GET /{} HTTP/1.1\r\n", b"GET /?{} HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nX: {}\r\n"])
+async def test_a_header_that_comes_in_one_piece_has_the_same_largest_size(head: bytes) -> None:
+    async with server() as to:
+        whole = head.replace(b"{}", b"x" * (MAX_HEADER_BYTES + 1)) + b"Host: x\r\n\r\n"
+        status, body = await exchange(to, whole)
+    assert (status, body["error"]["code"]) == (400, "invalid_http")
+
+
 async def test_what_is_no_http_gets_a_typed_error() -> None:
     async with server() as to:
         status, body = await exchange(to, b"\x16\x03\x01 nonsense\r\n\r\n")

@@ -161,7 +161,9 @@ BAD = [
     ({"messages": [{"role": "user", "content": "hi", "weight": 1}]}, 400, "messages[0].weight", "unknown_field"),
     ({"messages": [{"role": "user", "content": "x " * 400}]}, 400, "prompt", "prompt_too_long"),
     ({"frequency": 1}, 400, "frequency", "unknown_field"),
-    ({"tools": []}, 400, "tools", "unknown_field"),
+    ({"tools": [{"type": "function"}]}, 400, "tools", "unknown_field"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "unknown_field"),
+    ({"store": True}, 400, "store", "unknown_field"),
     ({"temperature": -1}, 400, "temperature", "invalid_temperature"),
     ({"temperature": "hot"}, 400, "temperature", "invalid_field"),
     ({"top_p": 0}, 400, "top_p", "invalid_top_p"),
@@ -185,6 +187,19 @@ BAD = [
     ({"stream_options": {"include_usage": True}}, 400, "stream_options", "invalid_field"),
     ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x", "unknown_field"),
 ]
+
+
+async def test_options_that_ask_for_nothing_are_taken(http: httpx.AsyncClient) -> None:
+    """Many clients send the defaults of options that are not served."""
+    nothing = {
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": False, "response_format": {"type": "text"},
+        "modalities": ["text"], "store": False, "metadata": {}, "service_tier": "auto", "n": 1, "user": "someone",
+    }  # fmt: skip
+    plain = (await http.post("/v1/chat/completions", json=GREEDY)).json()
+    for sent in (nothing, dict.fromkeys(nothing)):
+        answer = await http.post("/v1/chat/completions", json=GREEDY | sent)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == plain["choices"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

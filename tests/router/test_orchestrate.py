@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from cache_transfer.contract import HandoffIdentity
 from pdserve.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -150,7 +152,13 @@ async def test_attempts_end_with_the_untried_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [Exhausted("full", reason="QUEUE_FULL"), DataLoss("a byte"), DeadlineExceeded("lease")]
+    "error",
+    [
+        Exhausted("full", reason="QUEUE_FULL"),
+        DataLoss("a byte"),
+        DeadlineExceeded("lease"),
+        Incompatible("changed", field="MODEL_DIGEST"),
+    ],
 )
 async def test_what_another_prefill_worker_may_do_better_is_tried_there(error: PdserveError) -> None:
     peer = BadPrefill(error)
@@ -163,9 +171,7 @@ async def test_what_another_prefill_worker_may_do_better_is_tried_there(error: P
         assert "bad" in [m.id for m in made.router.pool.ready("tiny")]  # it answered: it is alive
 
 
-@pytest.mark.parametrize(
-    "error", [InvalidRequest("no", field="prompt_ids"), Incompatible("no", field="MODEL_DIGEST"), Internal("no")]
-)
+@pytest.mark.parametrize("error", [InvalidRequest("no", field="prompt_ids"), Internal("no")])
 async def test_what_no_worker_would_do_better_surfaces_at_once(error: PdserveError) -> None:
     peer = BadPrefill(error)
     async with house() as made, serving(peer) as address:
@@ -208,25 +214,28 @@ async def test_a_failure_among_the_tokens_that_no_worker_would_do_better_is_a_ty
             assert (type(error), error.reason, bad.calls) == (Internal, "INTERNAL", 1)
 
 
-async def test_an_answer_for_another_identity_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("changes", "change", "field"),
+    [({}, another_tenant, "IDENTITY.tenant"), ({"model_digest": b"x" * 32}, lambda identity: identity, "MODEL_DIGEST")],
+    ids=["another identity", "changed since the snapshot"],
+)
+async def test_a_worker_that_admits_something_else_is_left_for_one_that_fits(
+    changes: dict[str, Any], change: Callable[[HandoffIdentity], HandoffIdentity], field: str
+) -> None:
     async with house() as made:
-        bad = BadDecode(made.decodes[0].contract, tokens=1, end=Finish("stop"), change=another_tenant)
+        told = replace(made.decodes[0].contract, **changes)
+        bad = BadDecode(told, tokens=1, end=Finish("stop"), change=change)
         async with serving(bad) as address:
             await made.add_ghost("bad", DECODE, address)
             made.make_look_busy("d0")
+            events = await made.generate(IDS, max_tokens=4)
+            assert (len(ids_of(events)), record_of(events).decode_worker, bad.calls) == (4, "d0", 1)
+            assert record_of(events).history[0].failed_worker == "bad"
+            await made.decodes.pop().stop()
+            await made.router.pool.refresh()
             events, error = await failure_of(made)
             assert [type(event) for event in events] == [HandoffRecord] and isinstance(error, Incompatible)
-            assert error.field == "IDENTITY.tenant"
-
-
-async def test_a_worker_that_changed_since_the_snapshot_is_refused() -> None:
-    async with house() as made:
-        changed = replace(made.decodes[0].contract, model_digest=b"x" * 32)
-        async with serving(BadDecode(changed, tokens=1, end=Finish("stop"))) as address:
-            await made.add_ghost("bad", DECODE, address)
-            made.make_look_busy("d0")
-            events, error = await failure_of(made)
-            assert [type(event) for event in events] == [HandoffRecord] and error.field == "MODEL_DIGEST"
+            assert error.field == field
 
 
 async def test_an_incompatible_pool_gives_the_difference_before_any_work() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,6 +180,16 @@ async def test_a_worker_that_steps_is_busy_and_one_that_does_not_is_stuck(steps_
             assert ids_of(events) == continued((0, 1, 2), 8)
 
 
+async def test_an_admission_that_cannot_be_read_is_the_workers_fault() -> None:
+    async with beginning({"change": lambda identity: replace(identity, prompt_digest=b"x")}) as (made, _):
+        events = await made.generate(IDS, max_tokens=8, ignore_eos=True)
+        assert ids_of(events) == continued((), 8)
+        assert [(a.outcome, a.failed_worker) for a in record_of(events).history] == [
+            ("MALFORMED_EVENT", "bad"),
+            ("length", ""),
+        ]
+
+
 async def test_what_follows_a_finish_is_not_forwarded() -> None:
     async with beginning({"tokens": 3, "end": Finish("stop"), "late": 2}) as (made, peer):
         events = await made.generate(IDS, max_tokens=8, ignore_eos=True)
@@ -292,3 +303,21 @@ async def test_two_cancellations_leave_no_work_behind(steps_between: int) -> Non
             member = made.member(worker_id)
             assert made.router.pool.load(member) == member.record.load
         assert not [task for task in asyncio.all_tasks() if task.get_name().startswith(request.id)]
+
+
+async def test_a_client_that_leaves_during_a_resumption_leaves_no_work_behind() -> None:
+    async with beginning({"tokens": 3}) as (made, _):
+        deaf = BadDecode(made.decodes[0].contract, mute=True)
+        async with serving(deaf) as address:
+            await made.decodes.pop().stop()
+            await made.add_ghost("deaf", DECODE, address)
+            made.make_look_busy("deaf")
+            before = made.router.pool.load(made.member("deaf"))
+            asking = asyncio.create_task(failure(made))
+            await asyncio.wait_for(deaf.called.wait(), 10)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await made.router.orchestrator.idle()
+            assert made.router.pool.load(made.member("deaf")) == before
+            assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("req-")]

@@ -12,10 +12,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from pdserve.errors import Cancelled, FieldDifference, Incompatible, Internal, InvalidRequest, PdserveError
+from pdserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FieldDifference,
+    Incompatible,
+    Internal,
+    InvalidRequest,
+    PdserveError,
+)
 from pdserve.rpc.channel import channel
 from pdserve.rpc.deadline import remaining_s
 from pdserve.rpc.server import Server
+from pdserve.rpc.settings import RpcSettings
 from pdserve.rpc.status import from_rpc_error
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
@@ -230,6 +239,34 @@ async def test_bytes_that_are_no_message_are_refused_before_the_handler(
     error = from_rpc_error(caught.value)
     assert (type(error), error.reason, error.field) == (InvalidRequest, "MALFORMED_MESSAGE", "message")
     assert not reached and not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
+@pytest.mark.parametrize("half_closed", [False, True])
+async def test_a_call_that_never_brings_its_message_is_ended_and_makes_room(kind: str, half_closed: bool) -> None:
+    """Headers alone: such calls would fill a server, and a key is not needed for them."""
+    reached = []
+
+    async def body(context: Any) -> None:
+        reached.append(context)
+
+    server = Server(RpcSettings(call_timeout_s=0.2, max_concurrent_calls=4))
+    method = getattr(grpc, f"{kind}_rpc_method_handler")(behavior(kind, body))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Do": method}),))
+    async with channel(await server.start()) as connection:
+        silent: list[Any] = [connection.stream_stream("/test.Service/Do")(timeout=20.0) for _ in range(4)]
+        for one in silent:
+            if half_closed:
+                await one.done_writing()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await one.read()
+            error = from_rpc_error(caught.value)
+            assert error.field == "message"
+            assert isinstance(error, InvalidRequest if half_closed else DeadlineExceeded)
+        assert not reached
+        made = getattr(connection, kind)("/test.Service/Do")(b"x", timeout=5.0)
+        assert await (made.read() if kind.endswith("_stream") else made) == b"end"
+    await server.stop()
 
 
 async def _once(message: Any) -> AsyncIterator[Any]:

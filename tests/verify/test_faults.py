@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pdserve.engine import attention, batch
-from pdserve.engine.cache import SequenceSink
 from pdserve.engine.engine import Engine
+from pdserve.engine.handover import SequenceSink
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import EngineConfig, StepOutput, StepPlan
 from pdserve.engine.positions import RotaryTable

@@ -13,9 +13,11 @@ import pytest
 
 from pdserve.engine.engine import Engine
 from pdserve.errors import DataLoss, Exhausted, InvalidRequest, PdserveError, Refused, Unavailable
+from pdserve.registry import trace as wire
 from pdserve.registry.trace import read_trace
 from pdserve.rpc.channel import channel
 from pdserve.rpc.status import from_rpc_error
+from pdserve.tokenizer import Tokenizer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.verify import remote
 from pdserve.verify.compare import Comparison
@@ -26,6 +28,7 @@ from tests.e2e.stack import pair
 from tests.e2e.watched import WatchedEngine, engine
 from tests.engine.tiny import TINY, prompt, tiny_engine
 from tests.prefill_worker.rig import rig
+from tests.router import support as router_support
 from tests.verify.support import PROMPTS, sides
 
 WAIT_S = 20.0
@@ -90,6 +93,18 @@ async def test_a_worker_of_another_model_is_found() -> None:
     async with worker() as a, worker(tiny_engine(deterministic=True, seed=1)) as b:
         (comparison,) = await against(f"worker:{a.address}", f"worker:{b.address}")
     assert comparison.first is not None and (comparison.first.layer, comparison.first.tensor) == (0, "x")
+
+
+async def test_text_is_read_with_the_workers_own_tokenizer() -> None:
+    settings = PrefillSettings(allow_trace=True, grace_s=1.0, engine=router_support.ENGINE)
+    made = PrefillWorker(router_support.model(), router_support.bundle(), settings)
+    await made.start()
+    try:
+        both = sides(f"worker:{made.address}", f"worker:{made.address},chunked:3")
+        (comparison,), prompts = await asyncio.to_thread(verify, both, Request(texts=("the cat",)))
+        assert comparison.equal and prompts == (Tokenizer(router_support.bundle()).encode("the cat"),)
+    finally:
+        await made.stop()
 
 
 async def test_without_leave_a_worker_shows_nothing() -> None:
@@ -213,6 +228,15 @@ async def test_a_prompt_that_waits_for_the_pages_of_a_trace_gets_them() -> None:
         assert response.computed_tokens == 9
 
 
+async def test_a_trace_takes_no_longer_steps_than_a_served_prompt() -> None:
+    model = engine()
+    async with worker(model, chunk_tokens=4, max_running=2) as a:
+        await trace(a.address, token_ids=prompt(9), columns=8)
+        assert [len(step.plan.chunks[0].ids) for step in model.steps] == [4, 4, 1]
+        await trace(a.address, token_ids=prompt(9), columns=8, chunk_tokens=3)
+        assert [len(step.plan.chunks[0].ids) for step in model.steps[3:]] == [3, 3, 3]
+
+
 async def trace_until_free(a: PrefillWorker) -> None:
     async with channel(a.address) as to_worker:
         stub = worker_pb2_grpc.WorkerStub(to_worker)
@@ -234,6 +258,20 @@ ROWS = rows()
 
 def data(count: int) -> worker_pb2.TracePart:
     return worker_pb2.TracePart(data=b"\0" * count)
+
+
+async def test_a_trace_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_TRACE_BYTES", 1 << 10)
+
+    async def endless() -> AsyncIterator[worker_pb2.TracePart]:
+        yield START
+        while True:
+            yield ROWS
+            yield data(8)
+
+    with pytest.raises(DataLoss) as error:
+        await asyncio.wait_for(read_trace(endless()), WAIT_S)
+    assert "no end" in error.value.message
 
 
 @pytest.mark.parametrize(

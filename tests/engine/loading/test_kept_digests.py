@@ -189,6 +189,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "no digest": _json(lambda v: v["tensors"].update(dict.fromkeys(v["tensors"], ""))),
     "numbers": _json(lambda v: v["tensors"].update(dict.fromkeys(v["tensors"], 7))),
     "a tensor less": _json(lambda v: v["tensors"].popitem()),
+    "names alone": _json(lambda v: v.update(tensors=list(v["tensors"]))),
     "no check": _json(lambda v: v.update(check="")),
     "writable by all": lambda kept: kept.chmod(0o666),
     "a link": _swap_for(lambda kept: kept.symlink_to(kept.with_name("tiny.pdmodel"))),

@@ -10,7 +10,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,6 +22,7 @@ from pdserve.engine.plan import Chunk, StepOutput, StepPlan
 from pdserve.engine.runner import EngineThread
 from pdserve.engine.trace import StepTrace
 from pdserve.errors import DeadlineExceeded, Exhausted, InvalidRequest, Refused
+from pdserve.registry.trace import TracedRows, TracedRun
 from pdserve.request import check_token_ids
 
 MAX_TOKENS = 512  # of a traced prompt
@@ -31,35 +31,13 @@ OWNER = "trace"  # who holds the pages
 _LITTLE_ENDIAN = {torch.float32: "<f4", torch.float64: "<f8"}
 
 
-@dataclass(frozen=True)
-class TracedRows:
-    """One tensor as it travels: `tokens` rows of `columns` little-endian values."""
-
-    layer: int  # the number of layers: the logits
-    tensor: str
-    shape: tuple[int, ...]  # of one whole row
-    columns: int
-    dtype: str  # fp32 | float64
-    norms: tuple[float, ...]  # of each whole row
-    data: bytes
-
-
-@dataclass(frozen=True)
-class TracedRun:
-    """A traced prompt."""
-
-    positions: tuple[int, ...]
-    cached: tuple[int, ...]  # per layer
-    broken: tuple[tuple[str, str], ...]  # checks that did not hold, and what they say
-    rows: tuple[TracedRows, ...]
-
-
 class Tracer:
     """Event loop only.
 
     Args:
         allowed: the operator's setting; without it every call is refused.
         limit: tokens that the worker serves.
+        step_tokens: of one engine step at most, so that no served prompt waits for longer than it does for others.
         lease_s: seconds that a prompt may hold its pages.
         freed: called when the pages are back.
     """
@@ -72,6 +50,7 @@ class Tracer:
         *,
         allowed: bool,
         limit: int,
+        step_tokens: int,
         lease_s: float,
         freed: Callable[[], None],
     ) -> None:
@@ -80,6 +59,7 @@ class Tracer:
         self._blocks = blocks
         self._allowed = allowed
         self._limit = min(limit, MAX_TOKENS)
+        self._step_tokens = step_tokens
         self._lease_s = lease_s
         self._freed = freed
         self.pages: tuple[int, ...] = ()
@@ -89,7 +69,7 @@ class Tracer:
         self._work: asyncio.Future[TracedRun] | None = None  # of the prompt that holds the pages
 
     async def run(self, ids: tuple[int, ...], chunk_tokens: int, count: int) -> TracedRun:
-        """Computes the prompt in chunks of `chunk_tokens`, other steps in between; keeps `count` columns.
+        """Computes the prompt in chunks of at most `chunk_tokens`, other steps in between; keeps `count` columns.
 
         Raises:
             Refused: TRACE_OFF. Exhausted: TRACE_BUSY, or no pages are free.
@@ -105,14 +85,17 @@ class Tracer:
         self.deadline = time.monotonic() + self._lease_s
         stop = threading.Event()
         self._work = work = asyncio.ensure_future(
-            self._compute(ids, pages, chunk_tokens or len(ids), count, stop.is_set)
+            self._compute(ids, pages, min(chunk_tokens or len(ids), self._step_tokens), count, stop.is_set)
         )
         try:
             async with asyncio.timeout(self._lease_s):
                 return await asyncio.shield(work)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the prompt was not computed within {self._lease_s:g} s", reason="LEASE_ENDED", field="trace"
+                f"the prompt was not computed within {self._lease_s:g} s",
+                reason="LEASE_ENDED",
+                field="trace",
+                retryable=True,
             ) from None
         finally:
             # Whoever leaves early waits for the step that still writes the pages.
