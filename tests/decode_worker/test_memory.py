@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.sequence import State
+from decode_worker.sequence import Sequence, State
 from decode_worker.settings import DecodeSettings
 from pdserve.errors import ConfigError, Refused
 from tests.decode_worker.pool import Pool, grown_until_stuck, memory
@@ -93,9 +93,12 @@ def test_of_several_the_youngest_goes_first() -> None:
 
 
 def stepped_back(pool: Pool, sequence: Sequence) -> None:
-    while sequence.state is not State.PREEMPTED:
+    for _ in range(100):
+        if sequence.state is State.PREEMPTED:
+            return
         pool.read()
         pool.step()
+    raise AssertionError(f"stalled: {sequence}")
 
 
 def test_one_that_cannot_grow_because_of_pins_alone_steps_back_for_others() -> None:

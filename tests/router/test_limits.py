@@ -48,10 +48,13 @@ async def test_at_both_doors_an_answer_without_a_limit_gets_what_the_room_leaves
         ids = prompt(total - 30, seed=1, vocab=VOCAB)
         assert len((await client.complete(token_ids=ids, ignore_eos=True)).ids) == 30
         assert len((await client.complete(token_ids=ids, ignore_eos=True, max_tokens=9)).ids) == 9
+        for named, notes in ((31, ("max_tokens cut from 31 to 30, the most that any pair has room for",)), (30, ())):
+            answer = await client.complete(token_ids=ids, ignore_eos=True, max_tokens=named, want_record=True)
+            assert answer.record is not None and (len(answer.ids), answer.record.notes) == (30, notes)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}], "ignore_eos": True}
         async with httpx.AsyncClient(base_url=f"http://{made.router.http_address}") as http:
-            answer = (await http.post("/v1/chat/completions", json=body)).json()
-        assert answer["usage"]["total_tokens"] == total, answer
+            told = (await http.post("/v1/chat/completions", json=body)).json()
+        assert told["usage"]["total_tokens"] == total, told
 
 
 def test_a_stuck_client_is_noticed_before_decode_gives_up_its_reader() -> None:
