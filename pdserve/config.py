@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from decode_worker.settings import DecodeSettings
 from pdserve.engine.plan import EngineConfig
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, not_allowed
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings
 from prefill_worker.settings import PrefillSettings
@@ -38,6 +38,7 @@ T = TypeVar("T")
 Table = Mapping[str, Any]
 
 PACKAGED_MODEL = "smollm2"
+DTYPES = ("fp32", "bf16", "fp16", "float64")
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,12 @@ def parse_config(tables: Table) -> Config:
     rpc = _section(RpcSettings, "rpc", tables.get("rpc", {}))
     registry = _section(RegistrySettings, "registry", tables.get("registry", {}))
     shared = {"rpc": rpc, "registry": registry}
+    _engine("engine", tables.get("engine", {}))
 
     def worker(cls: type[T], name: str) -> T:
         table = dict(tables.get(name, {}))
-        engine = merge(tables.get("engine", {}), table.pop("engine", {}))
-        given = shared | {"engine": _section(EngineConfig, f"{name}.engine", engine)}
+        own = table.pop("engine", {})
+        given = shared | {"engine": _engine(f"{name}.engine", merge(tables.get("engine", {}), own))}
         return _section(cls, name, table, given | {"model": model.path, "name": model.name})
 
     return Config(
@@ -145,6 +147,19 @@ def parse_config(tables: Table) -> Config:
         router=_router(tables.get("router", {}), shared),
         pools=_section(PoolSettings, "pools", tables.get("pools", {})),
     )
+
+
+def _engine(section: str, table: Table) -> EngineConfig:
+    settings = _section(EngineConfig, section, table)
+    for name, known in (("dtype", DTYPES), ("kv_dtype", ("", *DTYPES)), ("axis_order", ("hnd", "nhd"))):
+        value = getattr(settings, name)
+        if value not in known:
+            remedy = f"use one of {', '.join(filter(None, known))}"
+            raise ConfigError(f"{value!r} is not known", field=f"{section}.{name}", remedy=remedy)
+    for name in ("pages", "page_size", "threads"):
+        if getattr(settings, name) < 1:
+            raise not_allowed(section, name, getattr(settings, name), "1 or more")
+    return settings
 
 
 def operator_key(path: str | Path | None) -> str:

@@ -29,6 +29,19 @@ def suspicious(error: PdserveError) -> bool:
     return error.reason in _SUSPICIOUS
 
 
+def for_client(error: PdserveError) -> PdserveError:
+    """The last worker's error, when no pair is left. A refusal speaks of a ticket, which the client never had."""
+    if not isinstance(error, Refused):
+        return error
+    return Unavailable(
+        f"no attempt could answer this request; the last one ended with {error.reason}: {error.message}",
+        reason="NO_ATTEMPT_LEFT",
+        field="model",
+        remedy="send the request again later",
+        retry_after_ms=1000,
+    )
+
+
 def silent(member: Member, limit_s: float) -> Unavailable:
     """For the worker whose turn it was when the time for a first token was over."""
     return Unavailable(

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from pdserve.errors import PdserveError, Unavailable
 from pdserve.registry.records import DECODE
+from router.failures import for_client
 from router.gate import Match, Member, Pair, arithmetic, explain, narrowed, without
 from router.placement import Demand, cache_tokens, member_room, place
 from router.pool import Pool
@@ -37,7 +38,7 @@ class Planner:
         """
         pair = self.find(account) or self._find_elsewhere(account)
         if pair is None:
-            raise account.last_error or self._nothing_for(account.request)
+            raise for_client(account.last_error) if account.last_error else self._nothing_for(account.request)
         return pair
 
     def find(self, account: Account, decode: Member | None = None) -> Pair | None:

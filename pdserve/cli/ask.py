@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from pdserve.cli.console import progress
 from pdserve.cli.state import read_running
 from pdserve.client import Client, Event, GenerateOptions, Tokens
 from pdserve.config import load_config
-from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.errors import DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.tokenizer import Tokenizer, load_bundle
@@ -65,8 +66,22 @@ def ask_gateway(ask: Ask, gateway: str, api_key: str = "") -> Iterator[Event]:
         options["messages"] = ask.messages
     if ask.token_ids is not None:
         options["token_ids"] = ask.token_ids
-    with Client(gateway_address(gateway), api_key=api_key) as client:
+    with flags_named(), Client(gateway_address(gateway), api_key=api_key) as client:
         yield from client.generate(ask.text, **options)
+
+
+@contextmanager
+def flags_named() -> Iterator[None]:
+    """Around a call of the client: its remedies name arguments, ours the flags that set them."""
+    try:
+        yield
+    except Unauthenticated as error:
+        error.remedy = "set PDSERVE_API_KEY, or give --api-key"
+        raise
+    except DeadlineExceeded as error:
+        if error.field == "timeout_s":
+            error.remedy = "raise --timeout-s, or lower --max-tokens"
+        raise
 
 
 def ask_local(ask: Ask, config_path: Path | None) -> Iterator[Event]:

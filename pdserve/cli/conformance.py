@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from pdserve.cli.console import check_writable, out, write_file
 from pdserve.errors import ConfigError
 from pdserve.rpc.settings import RpcSettings
 
 if TYPE_CHECKING:
     from pdserve.conformance.cases import Result
-
-out = Console(highlight=False, soft_wrap=True)
 
 _STYLES = {"pass": "green", "fail": "red", "skip": "yellow"}
 
@@ -34,7 +32,7 @@ def conformance(
 ) -> None:
     """Drive a decode worker with good and hostile handoffs; pass or fail by case.
 
-    Leaves nothing behind but cached prefixes of tenants that nobody else has. Exit code 1: a case failed.
+    Leaves nothing behind but cached prefixes of tenants that nobody else has. Exit code 1: a case failed; 2: nothing could be tried.
     """
     # numpy and the transfer take a while to import; the other commands do not need them.
     from pdserve.conformance.bench import Limits
@@ -49,12 +47,15 @@ def conformance(
             field="--timeout",
             remedy="use more than 0 seconds, and a timeout above --wait",
         )
+    if json_file is not None:
+        check_writable(json_file, "--json")
     began = time.monotonic()
     limits = Limits(timeout_s=timeout, settle_s=settle, wait_s=wait)
     results = run(endpoint, limits, cases, RpcSettings(allow_plaintext=plaintext), told=_show)
     summary = _summary(endpoint, results, time.monotonic() - began)
     if json_file is not None:
-        json_file.write_text(json.dumps({**summary, "cases": [asdict(result) for result in results]}, indent=1) + "\n")
+        report = {**summary, "cases": [asdict(result) for result in results]}
+        write_file(json_file, json.dumps(report, indent=1) + "\n", "--json")
     out.print(
         f"{summary['passed']} passed, {summary['failed']} failed, {summary['skipped']} skipped; "
         f"{summary['hostile_inputs']} hostile inputs tried in {summary['seconds']:.1f} s"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -41,7 +42,9 @@ RAY_ENVIRONMENT = {
 LOCAL_RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 ROUTER_START_S = 30.0
 ROUTER_STOP_S = 60.0
+ROUTER_EXIT_S = 2.0  # between the end of its standard output and its own
 POLL_S = 0.1
+_CLASS_NAME = re.compile(r"^(?:pdserve\.errors\.\w+|[\w.]*(?:Error|Exception)): ")
 
 
 class Deployment:
@@ -56,6 +59,7 @@ class Deployment:
         self._applications: list[str] = []
         self.gateway = ""
         self.http = ""
+        self.model = ""  # the name it is served by
 
     def __enter__(self) -> Deployment:
         try:
@@ -132,10 +136,22 @@ class Deployment:
 
     def _router_failure(self) -> PdserveError:
         assert self._router is not None and self._router.stderr is not None
-        if self._router.poll() is None:
-            return Unavailable("the router did not start in time", reason="ROUTER_START")
+        try:
+            self._router.wait(ROUTER_EXIT_S)  # it has closed its output, or is silent
+            late = False
+        except subprocess.TimeoutExpired:
+            self._router.kill()
+            late = True
         text = self._router.stderr.read().strip().splitlines()
-        return ConfigError(text[-1].removeprefix("router: ") if text else "the router did not start", reason="ROUTER")
+        last = text[-1].removeprefix("router: ") if text else ""
+        if late:
+            return Unavailable(
+                f"the router did not start within {ROUTER_START_S:g} s{f'; its last line: {last}' if last else ''}",
+                reason="ROUTER_START",
+                remedy="try again on a machine with less load, or see what `python -m router` says",
+            )
+        remedy = "" if last else "see what `python -m router` says"
+        return ConfigError(last or "the router ended before it was ready", reason="ROUTER", remedy=remedy)
 
     def _check_router(self) -> None:
         if self._router is not None and self._router.poll() is not None:
@@ -212,8 +228,10 @@ class Deployment:
         pause = threading.Event()
         with Client(self.gateway, api_key=operator_key(self._config_path)) as client:
             while True:
-                ready = [worker.role for worker in client.status().workers if worker.state == "ready"]
+                workers = [worker for worker in client.status().workers if worker.state == "ready"]
+                ready = [worker.role for worker in workers]
                 if ready.count("prefill") >= prefill and ready.count("decode") >= decode:
+                    self.model = ", ".join(sorted({worker.model for worker in workers}))
                     return
                 self._check_router()
                 self._check_applications()
@@ -235,12 +253,7 @@ class Deployment:
                 continue
             if overview.status == "DEPLOY_FAILED":
                 told = [deployment.message for deployment in overview.deployments.values() if deployment.message]
-                raise ConfigError(
-                    f"{name} did not start: {_cause(told[0] if told else overview.message)}",
-                    reason="POOL_FAILED",
-                    field=name.removeprefix("pdserve-"),
-                    remedy="correct the configuration and start again",
-                )
+                raise pool_failure(name.removeprefix("pdserve-"), told[0] if told else overview.message)
 
     def _stop_pools(self) -> None:
         from ray import serve
@@ -253,10 +266,17 @@ class Deployment:
         self._applications = []
 
 
-def _cause(message: str) -> str:
-    """The last line of a traceback that Ray reports: the error itself."""
+def pool_failure(pool: str, message: str) -> ConfigError:
+    """From the traceback that Ray reports: its last line is the error, after the name of a class."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason given"
+    cause = _CLASS_NAME.sub("", lines[-1]) if lines else "no reason given"
+    own_remedy = cause.endswith(")")  # our errors bring theirs
+    return ConfigError(
+        f"the pool did not start: {cause}",
+        reason="POOL_FAILED",
+        field=pool,
+        remedy="" if own_remedy else "correct the configuration and start again",
+    )
 
 
 def _first_line(process: subprocess.Popen[str], timeout_s: float) -> str:

@@ -13,12 +13,13 @@ import typer
 
 from pdserve.cli.ask import ApiKey, Ask, ask_gateway, ask_local
 from pdserve.cli.console import err, show_logprobs, show_record, write
-from pdserve.client import Event, Finish, HandoffRecord, Tokens
+from pdserve.client import Accepted, Event, Finish, HandoffRecord, Tokens
 from pdserve.errors import InvalidRequest, PdserveError
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import PositionLogprobs
 
 Option = typer.Option
+_EVENT_NAMES = {Accepted: "accepted", Tokens: "tokens", HandoffRecord: "handoff_record", Finish: "finish"}
 
 
 def generate(
@@ -26,11 +27,11 @@ def generate(
         str | None, typer.Argument(help="The prompt. '-', or nothing with a pipe, reads standard input.")
     ] = None,
     chat: Annotated[
-        bool, Option("--chat", help="Send the prompt as a user message through the chat template.")
+        bool, Option("--chat", help="Send the prompt as one user message through the chat template: one turn.")
     ] = False,
     system: Annotated[str, Option(help="System message; implies --chat.")] = "",
     messages: Annotated[
-        Path | None, Option(help='JSON file with chat messages: [{"role": "user", "content": "..."}].')
+        Path | None, Option(help='JSON file with a whole conversation: [{"role": "user", "content": "..."}].')
     ] = None,
     token_ids: Annotated[str, Option(help="Prompt as token ids, such as '1,2,3'.")] = "",
     model: Annotated[str, Option(help="Served model name; empty: the only one. With --local: a checkpoint.")] = "",
@@ -96,34 +97,50 @@ def generate(
 
 def show_events(events: Iterable[Event], *, as_json: bool = False) -> None:
     """Streams an answer to standard output; the record and the reason to stop go to standard error."""
-    ended = False
-    logprobs: list[PositionLogprobs] = []
-    for event in events:
-        if as_json:
+    if as_json:
+        for event in events:
             write(json.dumps(_event_json(event)) + "\n")
-        elif isinstance(event, Tokens):
-            write(event.text)
-            logprobs += event.logprobs
-        elif isinstance(event, HandoffRecord):
-            ended = _end_line(ended)
-            show_record(event)
-        elif isinstance(event, Finish):
-            ended = _end_line(ended)
-            show_logprobs(logprobs)
-            usage = event.usage
-            err.print(
-                f"[{event.reason}: {usage.prompt_tokens} prompt, {usage.output_tokens} output tokens]", markup=False
-            )
+        return
+    line = _Line()
+    logprobs: list[PositionLogprobs] = []
+    try:
+        for event in events:
+            if isinstance(event, Tokens):
+                line.write(event.text)
+                logprobs += event.logprobs
+            elif isinstance(event, HandoffRecord):
+                line.end()
+                show_record(event)
+            elif isinstance(event, Finish):
+                line.end(even_if_empty=True)
+                show_logprobs(logprobs)
+                usage = event.usage
+                err.print(
+                    f"[{event.reason}: {usage.prompt_tokens} prompt, {usage.output_tokens} output tokens]", markup=False
+                )
+    finally:
+        line.end()  # an error, or Ctrl-C, in the middle of it
 
 
-def _end_line(ended: bool) -> bool:
-    if not ended:
-        write("\n")
-    return True
+class _Line:
+    """The answer's line on standard output, and whether it is still open."""
+
+    def __init__(self) -> None:
+        self._open = self._written = False
+
+    def write(self, text: str) -> None:
+        if text:
+            write(text)
+            self._open = self._written = True
+
+    def end(self, *, even_if_empty: bool = False) -> None:
+        if self._open or (even_if_empty and not self._written):
+            write("\n")
+            self._open = False
 
 
 def _event_json(event: Event) -> dict[str, Any]:
-    return {"event": type(event).__name__.lower(), **asdict(event)}
+    return {"event": _EVENT_NAMES[type(event)], **asdict(event)}
 
 
 def _parse_prompt(prompt: str | None, chat: bool, system: str, messages: Path | None, token_ids: str) -> dict[str, Any]:
@@ -164,10 +181,14 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 
 
 def _parse_bias(pairs: list[str]) -> dict[int, float]:
-    try:
-        return {int(token): float(bias) for token, bias in (pair.split("=", 1) for pair in pairs)}
-    except ValueError as error:
-        raise _bad("--logit-bias", f"{pairs!r} is not ID=BIAS") from error
+    found = {}
+    for pair in pairs:
+        token, _, bias = pair.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError as error:
+            raise _bad("--logit-bias", f"{pair!r} is not ID=BIAS") from error
+    return found
 
 
 def _bad(name: str, message: str) -> PdserveError:

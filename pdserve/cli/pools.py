@@ -13,6 +13,7 @@ import typer
 
 from pdserve.cli.console import err, progress
 from pdserve.cli.deployment import Deployment, stop_on_signals
+from pdserve.cli.preflight import check_before_start
 from pdserve.cli.state import Running, hold, publish, read_running
 from pdserve.config import load_config
 from pdserve.errors import DeadlineExceeded, Unavailable
@@ -36,11 +37,13 @@ def up(
     pdserve up --config pdserve.toml
     """
     settings = load_config(config, overrides(model, prefill, decode, port, http_port))
+    check_before_start(settings)
     _exit_on_terminate()
     with hold() as file, Deployment(settings, config, lambda text: err.print(text)) as deployment:
         publish(file, Running(os.getpid(), deployment.gateway, deployment.http))
         stopping = stop_on_signals()
-        err.print(f"ready: gRPC {deployment.gateway}, OpenAI http://{deployment.http}/v1", style="green")
+        where = f"gRPC {deployment.gateway}, OpenAI http://{deployment.http}/v1"
+        err.print(f"ready: {where}, model {deployment.model}", style="green", markup=False)
         err.print("stop with Ctrl-C or `pdserve down`", highlight=False)
         deployment.wait(stopping)
         err.print("stopping: requests in flight may finish")

@@ -8,15 +8,12 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from pdserve.cli.ask import ApiKey, gateway_address
-from pdserve.cli.console import err
+from pdserve.cli.ask import ApiKey, flags_named, gateway_address
+from pdserve.cli.console import err, out
 from pdserve.client import Client, Pair, Worker
 from pdserve.errors import FieldDifference
-
-out = Console(highlight=False)
 
 INFORMATIONAL = "informational"  # differences that change no handoff
 
@@ -27,7 +24,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show pools, contracts and load, and which prefill and decode workers fit."""
-    with Client(gateway_address(gateway), api_key=api_key) as client:
+    with flags_named(), Client(gateway_address(gateway), api_key=api_key) as client:
         found = client.status()
     if as_json:
         print(json.dumps(asdict(found), default=_plain))
@@ -36,17 +33,19 @@ def status(
         err.print(f"warning: {found.registry_warning}", style="yellow", markup=False)
     out.print(f"models {', '.join(sorted({w.model for w in found.workers})) or 'none'}")
     out.print(_workers(found.workers))
-    out.print("pairs: prefill workers down, decode workers across")
+    if found.pairs:
+        out.print("pairs (row: prefill, column: decode)")
     out.print(matrix(found.pairs))
     for line in reasons(found.pairs):
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(line, markup=False)
     out.print(f"registry {found.registry}, {found.active_requests} active requests, pdserve {found.version}")
 
 
 def _workers(workers: Iterable[Worker]) -> Table:
     """One row per worker; `contract` is the start of the digest over the fields that must be equal."""
     table = Table(title="workers", title_justify="left", box=None, pad_edge=False)
-    for column in ("worker", "pool", "state", "contract", "kv", "pages", "run", "wait", "tok/s"):
+    kv = "kv dtype/page/axes"
+    for column in ("worker", "pool", "state", "address", "contract", kv, "pages", "run", "wait", "tok/s"):
         table.add_column(column, justify="right" if column in ("run", "wait", "tok/s") else "left")
     for w in workers:
         c, load = w.contract, w.load
@@ -54,8 +53,9 @@ def _workers(workers: Iterable[Worker]) -> Table:
             w.worker_id,
             w.role,
             w.state,
+            w.addresses[0] if w.addresses else "-",
             c.digest.hex()[:8],
-            f"{c.kv_dtype} {c.page_size} {c.page_axis_order}",
+            f"{c.kv_dtype}/{c.page_size}/{c.page_axis_order}",
             f"{load.pages_held}/{load.pages_total}",
             str(load.running),
             str(load.waiting),

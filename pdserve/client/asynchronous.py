@@ -7,15 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Self, Unpack
 
-import grpc
-
 from pdserve.client.events import Completion, Event, EventReader, collect
+from pdserve.client.failures import typed_errors
 from pdserve.client.request import GenerateOptions, build, credentials
 from pdserve.client.status import Model, Status, models_from_proto, status_from_proto
 from pdserve.errors import Cancelled, Refused
 from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.settings import RpcSettings, check_plaintext, split_address
-from pdserve.rpc.status import from_rpc_error
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 
 
@@ -50,7 +48,7 @@ class AsyncClient:
         reader = EventReader()
         call = self._stub().Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            async with self._typed_errors():
+            async with self._typed_errors(timeout_s):
                 async for message in call:
                     for event in reader.read(message):
                         yield event
@@ -83,11 +81,9 @@ class AsyncClient:
         await self.close()
 
     async def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
-        stub = self._stub()
-        async with self._typed_errors():
-            return await getattr(stub, method)(
-                request, timeout=timeout_s or self._settings.call_timeout_s, metadata=self._metadata
-            )
+        stub, deadline_s = self._stub(), timeout_s or self._settings.call_timeout_s
+        async with self._typed_errors(deadline_s):
+            return await getattr(stub, method)(request, timeout=deadline_s, metadata=self._metadata)
 
     def _stub(self) -> gateway_pb2_grpc.GatewayStub:
         if self._closed:
@@ -97,11 +93,10 @@ class AsyncClient:
         return gateway_pb2_grpc.GatewayStub(self._pool.get(self.address))
 
     @asynccontextmanager
-    async def _typed_errors(self) -> AsyncIterator[None]:
+    async def _typed_errors(self, timeout_s: float) -> AsyncIterator[None]:
         try:
-            yield
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.address) from None
+            with typed_errors(self.address, timeout_s):
+                yield
         except asyncio.CancelledError:
             # gRPC raises this for calls that close() ended, although nobody cancelled this task.
             task = asyncio.current_task()

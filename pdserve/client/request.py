@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypedDict
@@ -61,7 +62,7 @@ def build(prompt: str | None, options: Mapping[str, Any]) -> tuple[gateway_pb2.G
     """The request, and the deadline of the call in seconds. Raises InvalidRequest by name."""
     unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
     if unknown:
-        raise _invalid(unknown[0], "is not an option", f"use {', '.join(GenerateOptions.__annotations__)}")
+        raise _unknown(unknown[0])
     request = gateway_pb2.GenerateRequest(
         model=options.get("model", ""),
         adapter=options.get("adapter", ""),
@@ -72,14 +73,14 @@ def build(prompt: str | None, options: Mapping[str, Any]) -> tuple[gateway_pb2.G
     _set_prompt(request, prompt, options)
     timeout_s = float(options.get("timeout_s", DEFAULT_TIMEOUT_S))
     if not 0 < timeout_s < float("inf"):
-        raise _invalid("timeout_s", f"is {timeout_s}", "use seconds above 0")
+        raise _invalid("timeout_s", f"{timeout_s:g} is not allowed", "use seconds above 0")
     return request, timeout_s
 
 
 def _set_prompt(request: gateway_pb2.GenerateRequest, prompt: str | None, options: Mapping[str, Any]) -> None:
     messages, token_ids = options.get("messages"), options.get("token_ids")
     if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
-        raise _invalid("prompt", "must be given in one form", "pass a text, or messages=, or token_ids=")
+        raise _invalid("prompt", "it must be given in one form", "pass a text, or messages=, or token_ids=")
     try:
         if prompt is not None:
             request.text = prompt
@@ -91,7 +92,7 @@ def _set_prompt(request: gateway_pb2.GenerateRequest, prompt: str | None, option
     except (TypeError, ValueError, KeyError) as error:
         raise _invalid(
             "prompt",
-            f"cannot be sent: {type(error).__name__}: {error}",
+            f"it cannot be sent: {type(error).__name__}: {error}",
             'use a str, messages like {"role": "user", "content": "..."}, or token ids',
         ) from error
 
@@ -101,7 +102,8 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams:
     whole: SamplingParams | None = options.get("sampling")
     if whole is not None:
         if single:
-            raise _invalid("sampling", f"is given together with {', '.join(sorted(single))}", "pass one or the other")
+            given = ", ".join(sorted(single))
+            raise _invalid("sampling", f"it is given together with {given}", "pass one or the other")
         return whole
     if isinstance(single.get("stop"), str):
         single["stop"] = (single["stop"],)
@@ -111,5 +113,11 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**single)
 
 
+def _unknown(name: str) -> InvalidRequest:
+    near = difflib.get_close_matches(name, GenerateOptions.__annotations__, n=1)
+    every = f"use one of {', '.join(GenerateOptions.__annotations__)}"
+    return _invalid(name, "there is no such option", f"did you mean {near[0]}?" if near else every)
+
+
 def _invalid(name: str, problem: str, remedy: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} {problem}", reason="INVALID_ARGUMENT", field=name, remedy=remedy)
+    return InvalidRequest(problem, reason="INVALID_ARGUMENT", field=name, remedy=remedy)

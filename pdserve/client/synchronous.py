@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from typing import Any, Self, Unpack
-
-import grpc
 
 from pdserve.client.asynchronous import client_closed
 from pdserve.client.events import Completion, Event, EventReader, collect
+from pdserve.client.failures import typed_errors
 from pdserve.client.request import GenerateOptions, build, credentials
 from pdserve.client.status import Model, Status, models_from_proto, status_from_proto
 from pdserve.rpc.channel import sync_channel
 from pdserve.rpc.settings import RpcSettings
-from pdserve.rpc.status import from_rpc_error
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 
 
@@ -47,7 +44,7 @@ class Client:
         reader = EventReader()
         call = self._stub().Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            with self._typed_errors():
+            with typed_errors(self.address, timeout_s):
                 for message in call:
                     yield from reader.read(message)
             reader.end()
@@ -78,20 +75,11 @@ class Client:
         self.close()
 
     def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
-        stub = self._stub()
-        with self._typed_errors():
-            return getattr(stub, method)(
-                request, timeout=timeout_s or self._settings.call_timeout_s, metadata=self._metadata
-            )
+        stub, deadline_s = self._stub(), timeout_s or self._settings.call_timeout_s
+        with typed_errors(self.address, deadline_s):
+            return getattr(stub, method)(request, timeout=deadline_s, metadata=self._metadata)
 
     def _stub(self) -> gateway_pb2_grpc.GatewayStub:
         if self._closed:
             raise client_closed()
         return gateway_pb2_grpc.GatewayStub(self._channel)
-
-    @contextmanager
-    def _typed_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.address) from None

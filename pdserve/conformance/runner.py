@@ -6,11 +6,13 @@ import fnmatch
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import grpc
+
 from pdserve.conformance import attacks, bad_requests, damage, full_pool, good
 from pdserve.conformance.bench import Bench, CaseFailed, CaseSkipped, Limits
 from pdserve.conformance.cases import Case, Outcome, Result
 from pdserve.conformance.peer import CallFailed, Peer
-from pdserve.errors import PdserveError
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.rpc.settings import RpcSettings
 
 
@@ -40,11 +42,12 @@ def run(
     Args:
         told: called with each result as it comes.
 
-    Raises a PdserveError when the worker cannot be reached or does not describe itself.
+    Raises ConfigError when no decode worker answers there, and a PdserveError when it describes itself wrongly.
     """
     limits = limits or Limits()
     peer = Peer(address, limits.timeout_s, rpc)
     try:
+        _check_decode_worker(peer)
         bench = Bench.connect(peer, limits)
         results = []
         for result in _results(bench, all_cases() if cases is None else cases):
@@ -53,6 +56,29 @@ def run(
         return results
     finally:
         peer.close()
+
+
+def _check_decode_worker(peer: Peer) -> None:
+    try:
+        role = peer.describe().role
+    except CallFailed as failed:
+        told = failed.failure
+        if told.status is grpc.StatusCode.UNIMPLEMENTED:
+            raise _wrong_endpoint(
+                f"{peer.address} is no worker", "give the address of a decode worker; `pdserve status` lists them"
+            ) from None
+        raise _wrong_endpoint(
+            f"{peer.address}: {told.error.message}",
+            told.error.remedy or "give the address of a decode worker that runs; `pdserve status` lists them",
+        ) from None
+    if role == "prefill":
+        raise _wrong_endpoint(
+            f"{peer.address} is a prefill worker", "give a decode worker's address; `pdserve status` lists them"
+        )
+
+
+def _wrong_endpoint(problem: str, remedy: str) -> ConfigError:
+    return ConfigError(problem, reason="WRONG_ENDPOINT", field="endpoint", remedy=remedy)
 
 
 def _results(bench: Bench, cases: Iterable[Case]) -> Iterator[Result]:

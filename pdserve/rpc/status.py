@@ -67,6 +67,8 @@ _LOST_CODES = (
     grpc.StatusCode.UNKNOWN,
 )
 
+_NOT_GRPC = "this is not a gRPC port"
+
 _KINDS = {
     "must_equal": common_pb2.DIFFERENCE_CLASS_MUST_EQUAL,
     "convertible": common_pb2.DIFFERENCE_CLASS_CONVERTIBLE,
@@ -132,7 +134,8 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> PdserveError:
         )
     cls = _class_of(code, common_pb2.ErrorDetail())
     reason = code.name if code in _FOREIGN else ""
-    return cls(f"{place}{text or code.name}", reason=reason, remedy=_foreign_remedy(code, address))
+    told = _transport_text(text) or code.name
+    return cls(f"{place}{told}", reason=reason, remedy=_foreign_remedy(code, address, told))
 
 
 def has_detail(error: grpc.RpcError) -> bool:
@@ -215,7 +218,16 @@ def _detail_of(error: grpc.RpcError) -> common_pb2.ErrorDetail | None:
     return None
 
 
-def _foreign_remedy(code: grpc.StatusCode, address: str) -> str:
+def _transport_text(text: str) -> str:
+    """gRPC's own text, which tells every layer that it went through; the usual two in words."""
+    if "Failed parsing HTTP/2" in text:
+        return _NOT_GRPC
+    return "connection refused" if text.endswith(": Connection refused") else text
+
+
+def _foreign_remedy(code: grpc.StatusCode, address: str, told: str) -> str:
+    if told is _NOT_GRPC:
+        return "give a gRPC port; a gateway's is 8470 by default"
     if code is grpc.StatusCode.UNAVAILABLE:
         return f"check that a server listens at {address or 'that address'}"
     if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -177,6 +177,13 @@ async def test_a_whole_prompt_that_both_sides_hold_is_run_for_its_last_token_onc
 # -- the router -------------------------------------------------------------------------------
 
 
+async def asked_idle(made: Stack, ids: tuple[int, ...]) -> Completion:
+    """Asks when the router has heard that nobody is busy: only the prefix decides then."""
+    pool = made.router.pool
+    await made.until(lambda: not any(pool.load(member).queued_tokens for member in pool.members()))
+    return await made.ask(ids, GREEDY)
+
+
 async def test_a_prompt_goes_to_the_prefill_worker_that_holds_its_prefix() -> None:
     async with stack() as made:
         for _ in range(2):
@@ -185,12 +192,12 @@ async def test_a_prompt_goes_to_the_prefill_worker_that_holds_its_prefix() -> No
         homes: dict[int, str] = {}
         for seed in range(4):
             ids = prompt(70, seed=seed)
-            homes[seed] = worker_of(await made.ask(ids, GREEDY))
+            homes[seed] = worker_of(await asked_idle(made, ids))
         assert set(homes.values()) == {"p0", "p1"}
         for seed, home in homes.items():
             for ending in range(2):  # other ends, the same first 64 tokens
                 ids = (*prompt(70, seed=seed)[:64], *prompt(9, seed=100 + 10 * seed + ending))
-                got = await made.ask(ids, GREEDY)
+                got = await asked_idle(made, ids)
                 assert (worker_of(got), found(got)) == (home, (64, 64))
                 assert got.ids == expected(ids).ids
 
@@ -200,12 +207,12 @@ async def test_a_prompt_goes_to_the_prefill_worker_that_holds_its_prefix() -> No
         await made.remove(made.prefills[0])
         await made.add_prefill(engine(pages=256), worker_id="p0")
         for seed in kept:
-            got = await made.ask(prompt(70, seed=seed), GREEDY)
+            got = await asked_idle(made, prompt(70, seed=seed))
             assert (worker_of(got), found(got)[0]) == ("p1", 68)  # all but the last page
         for seed in lost:
-            got = await made.ask(prompt(70, seed=seed), GREEDY)
+            got = await asked_idle(made, prompt(70, seed=seed))
             assert found(got)[0] == 0
-            again = await made.ask(prompt(70, seed=seed), GREEDY)
+            again = await asked_idle(made, prompt(70, seed=seed))
             assert (worker_of(again), found(again)[0]) == (worker_of(got), 68)
 
 

@@ -21,6 +21,7 @@ from pdserve.errors import (
     Internal,
     InvalidRequest,
     PdserveError,
+    Refused,
     Unavailable,
 )
 from pdserve.registry.records import DECODE, PREFILL
@@ -169,6 +170,15 @@ async def test_what_another_prefill_worker_may_do_better_is_tried_there(error: P
         assert (len(ids_of(events)), record_of(events).attempts, peer.calls) == (8, 2, 1)
         assert any(error.reason in note for note in record_of(events).notes)
         assert "bad" in [m.id for m in made.router.pool.ready("tiny")]  # it answered: it is alive
+
+
+async def test_a_ticket_that_came_to_nothing_is_not_the_clients_business() -> None:
+    peer = BadPrefill(Refused("the ticket has expired", reason="TICKET_EXPIRED", remedy="ask for a new ticket"))
+    async with house(prefills=0) as made, serving(peer) as address:
+        await made.add_ghost("bad", PREFILL, address)
+        _, found = await failure_of(made)
+        assert isinstance(found, Unavailable) and found.reason == "NO_ATTEMPT_LEFT" and found.retry_after_ms
+        assert "TICKET_EXPIRED" in str(found) and "new ticket" not in str(found)
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("no", field="prompt_ids"), Internal("no")])
