@@ -155,16 +155,22 @@ def cache_identity(
 
     Args:
         contract: the worker's own.
-        maker: of a compatible worker that computed the prompt, if another did. Its numerics count: pages
-            that came with loss must not serve a request whose own prefill worker brings them without.
+        maker: of a compatible worker that computed the prompt, if another did. Its arithmetic counts: pages
+            that came with loss must not serve a request whose own prefill worker brings them without, nor
+            those of fast kernels one that is promised the bits of deterministic mode.
     """
-    return encode(("cache", contract.digest(), numerics(maker or contract), adapter, tenant))
+    return encode(("cache", contract.digest(), arithmetic(maker or contract), adapter, tenant))
 
 
 def numerics(contract: WorkerContract) -> tuple[tuple[str, str], ...]:
     """(code, value) of the fields in which two caches may differ with loss."""
     c = contract
     return ("KV_DTYPE", c.kv_dtype), ("WEIGHT_DTYPE", c.weight_dtype), ("ACTIVATION_DTYPE", c.activation_dtype)
+
+
+def arithmetic(contract: WorkerContract) -> tuple[tuple[str, str], ...]:
+    """(code, value) of what decides the bits of a cache besides the must-equal fields and the device."""
+    return *numerics(contract), ("INFO.deterministic", contract.info.get("deterministic", "false"))
 
 
 def diff(left: WorkerContract, right: WorkerContract) -> tuple[FieldDifference, ...]:

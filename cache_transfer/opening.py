@@ -10,14 +10,14 @@ from cache_transfer.contract import (
     HandoffIdentity,
     Ticket,
     WorkerContract,
+    arithmetic,
     check_compatible,
     check_identity,
-    numerics,
 )
 from cache_transfer.messages import INTEGRITY, PushOpening
 from pdserve.errors import DataLoss, FieldDifference, Incompatible, InvalidRequest
 
-Numerics = tuple[tuple[str, str], ...]  # of contract.numerics
+Numerics = tuple[tuple[str, str], ...]  # of contract.arithmetic
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _check_numerics(announced: Numerics | None, sender: WorkerContract) -> None:
     """The request was admitted, and its conversions reported, for a sender of these numerics."""
     if announced is None:
         return
-    pairs = zip(numerics(sender), announced, strict=True)
+    pairs = zip(arithmetic(sender), announced, strict=True)
     found = tuple(FieldDifference(code, got, was, LOSSY) for (code, got), (_, was) in pairs if got != was)
     if found:
         raise Incompatible(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache_transfer.contract import HandoffIdentity, WorkerContract, check_compatible, numerics, prompt_digest
+from cache_transfer.contract import HandoffIdentity, WorkerContract, arithmetic, check_compatible, prompt_digest
 from decode_worker.generation import check_endings
 from pdserve.errors import FieldDifference, InvalidRequest, Refused
 from pdserve.request import SamplingParams, check_served, check_token_ids
@@ -122,11 +122,11 @@ def expected_identity(request: DecodeRequest, contract: WorkerContract, held_tok
 
 
 def check_same_numerics(prefill_contract: WorkerContract, request: DecodeRequest) -> None:
-    """A later attempt may not bring other numerics than those that were admitted and reported.
+    """A later attempt may not bring other numerics, or kernels, than those that were admitted and reported.
 
     Raises Refused (NUMERICS_CHANGED), which another request may repair.
     """
-    if numerics(prefill_contract) != numerics(request.prefill_contract):
+    if arithmetic(prefill_contract) != arithmetic(request.prefill_contract):
         raise Refused(
             "this prefill worker computes with other numerics than the one that was admitted",
             reason="NUMERICS_CHANGED",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from cache_transfer.contract import Endpoint, Ticket, WorkerContract, numerics
+from cache_transfer.contract import Endpoint, Ticket, WorkerContract, arithmetic
 from cache_transfer.pages import PageSink, Range
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
 from cache_transfer.tickets import Claim, TicketBook
@@ -68,7 +68,7 @@ class Handoffs:
         """The first ticket of a sequence that waits."""
         sequence.arrives_by = self._clock() + self._settings.handoff_s
         sequence.identity = expected_identity(sequence.request, self._contract, sequence.cached)
-        sender = numerics(sequence.request.prefill_contract)
+        sender = arithmetic(sequence.request.prefill_contract)
         ticket = self.book.issue(sequence.key, sequence.identity, sequence.cached, sequence.logits_only, sender)
         sequence.handoff_id = ticket.handoff_id
         self._sequences[ticket.handoff_id] = sequence

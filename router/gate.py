@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from cache_transfer.contract import (
     INFORMATIONAL,
     WorkerContract,
+    arithmetic,
     both_allow_lossy,
     diff,
     numerics,
@@ -119,10 +120,10 @@ def group_key(contract: WorkerContract, digest: bytes) -> bytes:
     return sha256("group", fields)
 
 
-def arithmetic(member: Member) -> tuple[object, ...]:
+def computes_like(member: Member) -> tuple[object, ...]:
     """Equal for workers whose results should be equal, to the last bit in deterministic mode."""
     contract = member.record.contract
-    return contract.device, contract.info.get("deterministic", "false"), *numerics(contract)
+    return contract.device, *arithmetic(contract)
 
 
 class Gate:

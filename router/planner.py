@@ -14,7 +14,7 @@ from dataclasses import replace
 from pdserve.errors import PdserveError, Unavailable
 from pdserve.registry.records import DECODE
 from router.failures import for_client
-from router.gate import Match, Member, Pair, arithmetic, explain, narrowed, without
+from router.gate import Match, Member, Pair, computes_like, explain, narrowed, without
 from router.placement import Demand, cache_tokens, member_room, place
 from router.pool import Pool
 from router.prefixes import PrefixRecord, chain
@@ -120,8 +120,8 @@ class Planner:
 
 def alike(matches: tuple[Match, ...], pair: Pair) -> tuple[Match, ...]:
     """The members that compute in the same way as this pair."""
-    ways = {member.record.role: arithmetic(member) for member in (pair.prefill, pair.decode)}
-    return narrowed(matches, lambda member: arithmetic(member) == ways[member.record.role])
+    ways = {member.record.role: computes_like(member) for member in (pair.prefill, pair.decode)}
+    return narrowed(matches, lambda member: computes_like(member) == ways[member.record.role])
 
 
 def with_room(matches: Iterable[Match], prefill_tokens: int, total: int) -> tuple[Match, ...]:

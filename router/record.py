@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from pdserve.errors import FieldDifference, PdserveError, shown
 from pdserve.rpc.events import AttemptRecord, Finish, GroupPair, HandoffRecord, TokenBatch
-from router.gate import Member, Pair, Verdict, arithmetic
+from router.gate import Member, Pair, Verdict, computes_like
 from router.placement import room
 from router.request import Ask, Request
 from router.wire import PrefillReport
@@ -245,7 +245,7 @@ def log_refused(ask: Ask, error: PdserveError) -> None:
 
 def ways(pair: Pair) -> tuple[object, ...]:
     """In which arithmetic a pair works."""
-    return arithmetic(pair.prefill), arithmetic(pair.decode)
+    return computes_like(pair.prefill), computes_like(pair.decode)
 
 
 def group_pair(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pdserve.cli.template import SECTIONS, SHARED, field_docs, template
-from pdserve.config import Config, load_config, parse_config
+from pdserve.config import DTYPES, Config, load_config, parse_config
+from pdserve.engine.ledger import ITEM_BYTES
 from pdserve.errors import ConfigError
 
 
@@ -55,6 +56,11 @@ def test_sections_reach_their_owners_and_overrides_win(tmp_path: Path) -> None:
         ({"prefil": {}}, "prefil", "did you mean prefill?"),
         ({"prefill": {"chunk_token": 3}}, "prefill.chunk_token", "did you mean chunk_tokens?"),
         ({"decode": {"engine": {"page": 3}}}, "decode.engine.page", "did you mean pages?"),
+        ({"engine": {"dtyp": "bf16"}}, "engine.dtyp", "did you mean dtype?"),
+        ({"engine": {"dtype": "bf32"}}, "engine.dtype", "use one of fp32, bf16, fp16, float64"),
+        ({"engine": {"axis_order": "nhn"}}, "engine.axis_order", "use one of hnd, nhd"),
+        ({"engine": {"page_size": 0}}, "engine.page_size", "1 or more"),
+        ({"prefill": {"engine": {"kv_dtype": "int8"}}}, "prefill.engine.kv_dtype", "use one of fp32"),
         ({"decode": {"model": "x"}}, "decode.model", "known keys"),
         ({"pools": {"prefill": "two"}}, "pools.prefill", "correct it"),
         ({"pools": {"decode": 0}}, "pools.decode", "use 1 or more"),
@@ -70,6 +76,12 @@ def test_what_cannot_work_is_refused_by_name(tables: dict[str, Any], field: str,
         parse_config(tables)
     assert caught.value.field == field
     assert remedy in caught.value.remedy
+
+
+def test_the_dtypes_of_the_file_are_the_engines() -> None:
+    assert set(DTYPES) == set(ITEM_BYTES)
+    for dtype in DTYPES:
+        assert parse_config({"engine": {"dtype": dtype}}).decode.engine.dtype == dtype
 
 
 @pytest.mark.parametrize("content", [None, b"[model\n", b"\xff\xfe"])

@@ -32,7 +32,8 @@ def conformance(
 ) -> None:
     """Drive a decode worker with good and hostile handoffs; pass or fail by case.
 
-    Leaves nothing behind but cached prefixes of tenants that nobody else has. Exit code 1: a case failed; 2: nothing could be tried.
+    Leaves nothing behind but cached prefixes of tenants that nobody else has.
+    Exit code 1: a case failed; 2: nothing could be tried.
     """
     # numpy and the transfer take a while to import; the other commands do not need them.
     from pdserve.conformance.bench import Limits

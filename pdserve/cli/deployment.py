@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from pdserve.cli.ray_errors import pool_failure
 from pdserve.cli.resources import check_all, check_own, check_replicas
 from pdserve.client import Client
 from pdserve.config import Config, operator_key
@@ -44,7 +44,6 @@ ROUTER_START_S = 30.0
 ROUTER_STOP_S = 60.0
 ROUTER_EXIT_S = 2.0  # between the end of its standard output and its own
 POLL_S = 0.1
-_CLASS_NAME = re.compile(r"^(?:pdserve\.errors\.\w+|[\w.]*(?:Error|Exception)): ")
 
 
 class Deployment:
@@ -264,19 +263,6 @@ class Deployment:
             except (RuntimeError, TimeoutError) as error:
                 self._say(f"{name} did not stop cleanly: {error}")
         self._applications = []
-
-
-def pool_failure(pool: str, message: str) -> ConfigError:
-    """From the traceback that Ray reports: its last line is the error, after the name of a class."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    cause = _CLASS_NAME.sub("", lines[-1]) if lines else "no reason given"
-    own_remedy = cause.endswith(")")  # our errors bring theirs
-    return ConfigError(
-        f"the pool did not start: {cause}",
-        reason="POOL_FAILED",
-        field=pool,
-        remedy="" if own_remedy else "correct the configuration and start again",
-    )
 
 
 def _first_line(process: subprocess.Popen[str], timeout_s: float) -> str:

@@ -57,4 +57,5 @@ def _for_operator(error: CheckpointError, path: Path) -> ConfigError:
     inside = error.field if error.field not in ("", "path", str(path)) and error.field not in error.message else ""
     text = f"{inside}: {error.message}" if inside else error.message
     where = "" if path.name in text else f"{path}: "
-    return ConfigError(f"{where}{text}", reason=error.reason, field="model.path", remedy=error.remedy or f"give {_KINDS}")
+    remedy = error.remedy or f"give {_KINDS}"
+    return ConfigError(f"{where}{text}", reason=error.reason, field="model.path", remedy=remedy)

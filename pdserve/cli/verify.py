@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.cli.console import fail, progress
+from pdserve.cli.console import check_writable, fail, out, progress, write_file
+from pdserve.config import load_config
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.verify.sides import Side, parse_side
 
 if TYPE_CHECKING:
     from pdserve.verify.compare import Comparison, Finding
 
 Option = typer.Option
-out = Console(highlight=False)
 
 DEFAULT = ("smollm2", "chunked", "batched", "reused", "handoff")
 EQUAL, DIVERGED, UNUSABLE = 0, 1, 2
@@ -38,7 +38,7 @@ def verify(
     tolerance: Annotated[
         float | None, Option(help="Relative error allowed; default: that of the coarser dtype.")
     ] = None,
-    every: Annotated[bool, Option("--all", help="Show every tensor of every layer, not one row per layer.")] = False,
+    every: Annotated[bool, Option("--all", help="Show every tensor of every layer, not only the worst few.")] = False,
     as_json: Annotated[
         Path | None, Option("--json", help="Write the whole report to this file; '-': print it.")
     ] = None,
@@ -89,27 +89,28 @@ def _verify(
     as_json: Path | None,
     config: Path | None,
 ) -> bool:
-    # torch takes seconds to import; --help and the other commands do not need it.
-    import torch
-
-    from pdserve.config import load_config
-    from pdserve.verify.compare import WORST
-    from pdserve.verify.report import to_json
-    from pdserve.verify.run import Request, verify
-    from pdserve.verify.sides import Side, parse_side
-
+    if as_json is not None and str(as_json) != "-":
+        check_writable(as_json, "--json")
     settings = load_config(config)
     engine = settings.decode.engine
-    torch.set_num_threads(engine.threads)
     base = Side("baseline", model=settings.model.path, engine=engine)
     words = [*sides, *against]
     if not words:
         words = [settings.model.path, *DEFAULT[1:]]
     first = parse_side(words[0], base)
     others = [parse_side(text, first) for text in (words[1:] or DEFAULT[1:])]
+    ids = [_ids(text) for text in token_ids]
+    # torch takes seconds to import; --help and wrong words do not need it.
+    import torch
+
+    from pdserve.verify.compare import WORST
+    from pdserve.verify.report import to_json
+    from pdserve.verify.run import Request, verify
+
+    torch.set_num_threads(engine.threads)
     request = Request(
         texts=texts,
-        ids=[_ids(text) for text in token_ids],
+        ids=ids,
         tokens=tokens,
         tolerance=tolerance,
         rpc=settings.prefill.rpc,
@@ -121,33 +122,53 @@ def _verify(
         out.print(f"errors are relative to each row; the worst may have {WORST:g} times the tolerance\n")
         show(comparisons, every)
     if as_json is not None:
-        _write(as_json, json.dumps(to_json(comparisons, prompts, tokens), indent=1))
+        text = json.dumps(to_json(comparisons, prompts, tokens), indent=1)
+        if str(as_json) == "-":
+            print(text)
+        else:
+            write_file(as_json, text + "\n", "--json")
     return all(comparison.equal for comparison in comparisons)
 
 
 def show(comparisons: Iterable[Comparison], every: bool) -> None:
-    """One table per comparison, then the verdict."""
+    """For each comparison the verdict and its worst rows, or every row; then one line about all."""
     from pdserve.verify.diagnose import diagnose
-    from pdserve.verify.report import by_layer, place
+    from pdserve.verify.report import worst
 
+    comparisons = list(comparisons)
     for comparison in comparisons:
-        left, right = comparison.left.side.text, comparison.right.side.text
-        out.print(Text(f"{right} against {left}", style="italic"))
-        findings = comparison.findings if every else by_layer(comparison)
-        out.print(_table(comparison, findings))
-        first = comparison.first
-        if comparison.equal:
-            bits = all(finding.bits_equal for finding in comparison.findings)
-            how = "bit for bit" if bits else f"within {comparison.tolerance:.0e}"
-            out.print(Text(f"{right} equals {left} {how}\n", style="green"))
-            continue
-        if first is not None:
-            where = place(first, comparison)
-            text = f"{right} differs from {left}; it begins at: {where}"
-            out.print(Text(f"{text}: {first.detail}" if first.detail else text, style="red"))
-        for hint in diagnose(comparison):
-            out.print(Text(f"  {hint}"))
+        out.print(_verdict(comparison))
+        if not comparison.equal:
+            for hint in diagnose(comparison):
+                out.print(Text(f"  {hint}"))
+        findings = comparison.findings if every else worst(comparison)
+        if findings:
+            out.print(_table(comparison, findings))
         out.print()
+    out.print(_summary(comparisons))
+
+
+def _verdict(comparison: Comparison) -> Text:
+    from pdserve.verify.report import place
+
+    left, right = comparison.left.side.text, comparison.right.side.text
+    if comparison.equal:
+        bits = all(finding.bits_equal for finding in comparison.findings)
+        how = "bit for bit" if bits else f"within {comparison.tolerance:.0e}"
+        return Text(f"{right} equals {left} {how}", style="green")
+    first = comparison.first
+    if first is None:
+        return Text(f"{right} against {left}: a rule is broken", style="red")
+    text = f"{right} differs from {left}; it begins at: {place(first, comparison)}"
+    return Text(f"{text}: {first.detail}" if first.detail else text, style="red")
+
+
+def _summary(comparisons: Sequence[Comparison]) -> Text:
+    count, wrong = len(comparisons), sum(not comparison.equal for comparison in comparisons)
+    what = f"{count} comparison{'s' if count > 1 else ''}"
+    if wrong:
+        return Text(f"{what}, {wrong} not within tolerance", style="red")
+    return Text(f"{what}, {'all ' if count > 1 else ''}within tolerance", style="green")
 
 
 def _table(comparison: Comparison, findings: Sequence[Finding]) -> Table:
@@ -187,13 +208,3 @@ def _ids(text: str) -> tuple[int, ...]:
         raise ConfigError(
             f"{text!r} is not a list of integers", field="--token-ids", remedy="write them as 1,2,3"
         ) from error
-
-
-def _write(path: Path, text: str) -> None:
-    if str(path) == "-":
-        print(text)
-        return
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", field="--json", remedy="name a file") from error

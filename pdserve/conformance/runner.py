@@ -69,7 +69,7 @@ def _check_decode_worker(peer: Peer) -> None:
             ) from None
         raise _wrong_endpoint(
             f"{peer.address}: {told.error.message}",
-            told.error.remedy or "give the address of a decode worker that runs; `pdserve status` lists them",
+            "give the address of a decode worker that runs; `pdserve status` lists them",
         ) from None
     if role == "prefill":
         raise _wrong_endpoint(

@@ -26,12 +26,7 @@ _PROJECTIONS = ("o_proj", "c_proj", "out_proj", "dense")
 
 def run_peer(side: Side, prompts: Prompts, tokens: int) -> Run:
     """`tokens` greedy tokens for every prompt. Raises ConfigError without the library, or for another kind of file."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
-            "the library transformers is not installed",
-            field="side",
-            remedy="pip install transformers, or compare with another side",
-        )
+    check_installed()
     watch = _Watch(_load(side))
     with torch.inference_mode():
         observed = tuple(_run(watch, side, prompt, tokens) for prompt in prompts)
@@ -41,6 +36,16 @@ def run_peer(side: Side, prompts: Prompts, tokens: int) -> Run:
 
     record = {**described(side, None), "transformers": str(transformers.__version__), "attention": "eager"}
     return Run(side=side, shape=shape, observed=observed, record=record)
+
+
+def check_installed() -> None:
+    """Raises ConfigError without the library. Imports nothing."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            "the library transformers is not installed",
+            field="side",
+            remedy="pip install transformers accelerate, or compare with another side",
+        )
 
 
 class _Watch:

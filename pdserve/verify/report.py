@@ -42,6 +42,16 @@ def by_layer(comparison: Comparison) -> list[Finding]:
     return [found[layer] for layer in sorted(found)]
 
 
+def worst(comparison: Comparison, count: int = 3) -> list[Finding]:
+    """The first finding out of tolerance and those of other layers that use up most of theirs; none with equal bits."""
+    used = [finding for finding in by_layer(comparison) if closeness(finding) > 0]
+    chosen = sorted(used, key=closeness, reverse=True)[:count]
+    first = comparison.first
+    if first is not None and first not in chosen:
+        chosen = [first, *chosen[: count - 1]]
+    return sorted(chosen, key=lambda finding: finding.place)
+
+
 def closeness(finding: Finding) -> float:
     """How much of its tolerance a finding uses up; over 1: out of it. 0 for what is compared exactly and is equal."""
     if not finding.tolerance:

@@ -15,7 +15,7 @@ from pdserve.verify.inputs import Limits, make_prompts
 from pdserve.verify.local import run_engine
 from pdserve.verify.models import Models
 from pdserve.verify.observing import Prompts, Run, Shape
-from pdserve.verify.peer import run_peer
+from pdserve.verify.peer import check_installed, run_peer
 from pdserve.verify.remote import bundle_of, contract_of, run_worker, shape_of_contract
 from pdserve.verify.sides import HANDOFF, PEER, WORKER, Side
 
@@ -53,6 +53,8 @@ def verify(
     request.check()
     if len(sides) < 2:
         raise ConfigError("there is one side", field="side", remedy="name another to compare it with")
+    if any(side.kind == PEER for side in sides):
+        check_installed()
     models = Models()
     with say("reading the models"):
         prompts = _prompts(sides, request, models)

@@ -82,12 +82,12 @@ def _with_word(side: Side, word: str) -> Side:
     if "/" in word or word.endswith(_SUFFIXES):
         raise ConfigError(f"there is no checkpoint {word!r}", field="side", remedy="check the path")
     near = difflib.get_close_matches(word, _EXAMPLES, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
+    every = f"words are PATH, {', '.join(_EXAMPLES)}"
     raise ConfigError(
         f"{word!r} is no word of a side",
         reason="UNKNOWN_SIDE",
         field="side",
-        remedy=f"{hint}Words: PATH, {', '.join(_EXAMPLES)}",
+        remedy=f"did you mean {near[0]}?" if near else every,
     )
 
 

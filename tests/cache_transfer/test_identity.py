@@ -179,6 +179,7 @@ OTHERS: dict[str, bytes] = {
     "mask": cache_identity(replace(BASE, attention=replace(ATTENTION, sliding_window=(4, 4))), None, "t"),
     "precision": cache_identity(replace(BASE, kv_dtype="bf16"), None, "t"),
     "precision of who computed it": cache_identity(BASE, None, "t", replace(BASE, weight_dtype="bf16")),
+    "kernels of who computed it": cache_identity(BASE, None, "t", replace(BASE, info={"deterministic": "true"})),
     "tokenizer": cache_identity(replace(BASE, tokenizer_digest=b"k" * 32), None, "t"),
     "tenant": cache_identity(BASE, None, "u"),
     "no tenant": cache_identity(BASE, None, ""),

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 KEY = "sk-0123456789abcdef"
-COMMANDS = ("up", "generate", "status", "down", "demo", "config", "conformance")
+COMMANDS = ("up", "generate", "status", "down", "demo", "config", "verify", "conformance", "ledger")
 
 
 @pytest.fixture
@@ -53,13 +53,16 @@ def test_each_command_explains_itself(environment: dict[str, str], command: str)
         (("status",), 1, "no deployment is running here"),
         (("down",), 1, "there is nothing to stop"),
         (("generate", "x"), 1, "start one with `pdserve up`"),
-        (("generate", "x", "--gateway", "127.0.0.1:1"), 1, "127.0.0.1:1"),
+        (("generate", "x", "--gateway", "127.0.0.1:1"), 1, "error: 127.0.0.1:1: connection refused ("),
         (("generate", "x", "--gateway", "nonsense"), 2, "use host:port"),
         (("generate", "x", "--temperature", "nan"), 1, "temperature"),
         (("generate", "x", "--temperature", "-1"), 1, "temperature"),
         (("generate", "x", "--token-ids", "1,2"), 1, "give one of them"),
         (("generate", "--token-ids", "1,b"), 1, "--token-ids"),
-        (("generate", "x", "--logit-bias", "1:2"), 1, "--logit-bias"),
+        (("generate", "x", "--logit-bias", "1=2", "--logit-bias", "1:2"), 1, "--logit-bias: '1:2' is not"),
+        (("generate", "x", "--gateway", "127.0.0.1:1", "--timeout-s", "-3"), 1, "error: timeout_s: -3 is not allowed"),
+        (("conformance", "127.0.0.1:1"), 2, "error: endpoint: 127.0.0.1:1: connection refused ("),
+        (("conformance", "127.0.0.1:1", "--json", "/nodir/x"), 2, "error: --json: cannot write /nodir/x"),
         (("generate", "--messages", "/nonexistent.json"), 1, "cannot read"),
         (("generate", "--local", "--model", "/nonexistent", "x"), 1, "/nonexistent cannot be read"),
         (("generate", "--local", "--record", "x"), 1, "leave out --local"),
@@ -110,6 +113,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str
         if line.startswith("ready:"):
             break
     assert seen[-1].startswith("ready:"), "".join(seen)
+    assert seen[-1].endswith(", model SmolLM2-135M-Instruct.Q4_1\n"), "".join(seen)
     yield environment, up, config
     if up.poll() is None:
         up.send_signal(signal.SIGTERM)
@@ -182,7 +186,7 @@ class TestUp:
     def test_only_its_tenant_is_served(self, running: Running) -> None:
         environment = {key: value for key, value in running[0].items() if key != "PDSERVE_API_KEY"}
         done = pdserve(environment, "status")
-        assert done.returncode == 1 and "Bearer" in done.stderr
+        assert done.returncode == 1 and "set PDSERVE_API_KEY, or give --api-key" in done.stderr
         assert pdserve(environment, "status", "--api-key", KEY).returncode == 0
 
     def test_a_second_up_is_refused(self, running: Running) -> None:
@@ -205,12 +209,14 @@ class TestUp:
 @pytest.mark.slow
 @pytest.mark.ray
 def test_a_pool_that_cannot_start_is_one_clear_error(environment: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "pdserve.toml").write_text('[decode.engine]\ndevice = "nonsense"\n')
     began = time.monotonic()
-    done = pdserve(environment, "up", "--model", str(tmp_path / "model.gguf"), "--port", "0", "--http-port", "0")
+    given = ("--config", str(tmp_path / "pdserve.toml"), "--port", "0", "--http-port", "0")
+    done = pdserve(environment, "up", *given)
     assert done.returncode != 0
-    assert "model.gguf" in done.stderr.splitlines()[-1], done.stderr
-    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: decode: the pool did not start: ") and "nonsense" in last, done.stderr
+    assert "Traceback" not in done.stderr and "Error: " not in last
     assert time.monotonic() - began < 100
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -50,7 +54,8 @@ async def test_without_a_good_key_there_is_one_clear_line(made: House) -> None:
     }
     for told, done in refused.items():
         assert (done.returncode, done.stdout) == (2 if told == "blanks" else 1, ""), done.stderr
-        assert re.match(r"error: (authorization|api_key): .*key", done.stderr) and told in done.stderr
+        assert re.match(r"error: api_key: .*key", done.stderr) and told in done.stderr
+        assert told == "blanks" or done.stderr.endswith("(set PDSERVE_API_KEY, or give --api-key)\n")
         assert len(done.stderr.splitlines()) == 1 and KEY not in done.stderr and WRONG not in done.stderr
 
 
@@ -64,7 +69,7 @@ async def test_status_shows_the_matrix_and_what_lies_behind_it(made: House) -> N
     done = await pdserve(made, "status", "--api-key", KEY, key=WRONG)  # the flag wins over the environment
     assert KEY not in done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    top = next(n for n, line in enumerate(lines) if line.startswith("pairs:"))
+    top = next(n for n, line in enumerate(lines) if line == "pairs (row: prefill, column: decode)")
     assert [line.split() for line in lines[top + 1 : top + 4]] == [
         ["d0", "small", "stranger"],
         ["p0", "yes", "converts", "NO"],
@@ -77,6 +82,66 @@ async def test_status_shows_the_matrix_and_what_lies_behind_it(made: House) -> N
         "p0, p1 -> stranger refused:",
         f"    MODEL_DIGEST: {right} != {wrong} (must equal)",
     ]
+
+
+async def test_status_in_a_pipe_cuts_no_id_and_shows_addresses_that_conformance_takes(made: House) -> None:
+    done = await pdserve(made, "status", key=KEY)
+    heads = next(line for line in done.stdout.splitlines() if line.startswith("worker ")).split("  ")
+    assert [head.strip() for head in heads if head.strip()][:6] == [
+        *("worker", "pool", "state", "address", "contract", "kv dtype/page/axes")
+    ]
+    for worker in made.workers:
+        (row,) = [line.split() for line in done.stdout.splitlines() if f" {worker.address} " in line]
+        assert row[0] == worker.worker_id and row[5].startswith("fp32/")
+
+
+async def test_the_http_port_is_no_gateway(made: House) -> None:
+    for command in (("status",), ("generate", "x")):
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "pdserve.cli", *command, "--gateway", made.router.http_address],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        problem = f"{made.router.http_address}: this is not a gRPC port"
+        assert done.stderr == f"error: {problem} (give a gRPC port; a gateway's is 8470 by default)\n"
+
+
+async def test_the_record_tells_attempts_and_what_was_refused(made: House) -> None:
+    ask = ("generate", "the", "--max-tokens", "2", "--ignore-eos", "--record")
+    done = await pdserve(made, *ask, key=KEY)
+    shown = [line.split(maxsplit=2) for line in done.stderr.splitlines()]
+    assert ["attempts", "1"] in shown
+    assert re.search(r"pairs refused +p0, p1 -> stranger: MODEL_DIGEST: ", done.stderr), done.stderr
+    assert re.search(r"pairs that fit +p0, p1 -> d0", done.stderr), done.stderr
+    events = [json.loads(line) for line in (await pdserve(made, *ask, "--json", key=KEY)).stdout.splitlines()]
+    names = [event["event"] for event in events]
+    assert names[0] == "accepted" and "tokens" in names and names[-2:] == ["handoff_record", "finish"]
+
+
+async def test_a_deadline_in_mid_answer_ends_its_line_and_names_the_flag(
+    made: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, steps = threading.Event(), itertools.count()
+
+    def held(step: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The answer begins, and then does not end."""
+        if next(steps) >= 5:
+            assert go_on.wait(60)
+        return step(*arguments, **options)
+
+    for worker in made.decodes:
+        monkeypatch.setattr(worker.engine, "step", functools.partial(held, worker.engine.step))
+    ask = ("generate", "the", "--max-tokens", "60", "--ignore-eos", "--timeout-s", "2")
+    try:
+        done = await pdserve(made, *ask, key=KEY)
+    finally:
+        go_on.set()
+    assert done.returncode == 1
+    told = "error: timeout_s: no complete answer within 2 s (raise --timeout-s, or lower --max-tokens)\n"
+    assert done.stderr == told
+    assert done.stdout.endswith("\n") and len(done.stdout) > 1
 
 
 async def test_status_as_json_has_every_pair_with_every_difference(made: House) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.client import AsyncClient, Client, Finish
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, Unauthenticated
 from pdserve.rpc import convert
 from pdserve.v1 import gateway_pb2 as pb
 from tests.rpc.gateway import ScriptedGateway, serving
@@ -49,6 +49,16 @@ async def test_every_call_brings_the_key_and_none_without_one() -> None:
                 await client.status()
             await asyncio.to_thread(plain, server.address, key)
     assert seen == [(f"Bearer {KEY}",)] * 6 + [()] * 6
+
+
+async def test_who_has_no_key_is_told_the_argument() -> None:
+    async def status(request: Any, context: Any) -> pb.StatusResponse:
+        raise Unauthenticated("there is no API key", field="authorization", remedy="send a header")
+
+    async with serving(ScriptedGateway(status=status)) as server, AsyncClient(server.address) as client:
+        with pytest.raises(Unauthenticated) as caught:
+            await client.status()
+    assert str(caught.value) == "api_key: there is no API key (pass api_key= with a key of this router's)"
 
 
 @pytest.mark.parametrize("key", [f"{KEY}\n", f" {KEY}", f"{KEY} {KEY}", f"{KEY}é", f"{KEY}\0"])

@@ -236,8 +236,31 @@ async def test_unknown_events_of_a_newer_server_are_passed_over(ask: Ask) -> Non
 
 async def test_a_deadline_is_typed(ask: Ask) -> None:
     async with serving(hanging(asyncio.Event(), asyncio.Event())) as server:
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded) as caught:
             await ask(server.address, "generate", "x", timeout_s=0.3)
+    told = "timeout_s: no complete answer within 0.3 s (raise timeout_s, or lower max_tokens)"
+    assert str(caught.value) == told
+
+
+async def test_a_routers_own_limit_keeps_its_own_remedy(ask: Ask) -> None:
+    own = DeadlineExceeded("stopped after 1 s", field="deadline", remedy="allow more time")
+    async with serving(answering(ACCEPTED, own)) as server:
+        with pytest.raises(DeadlineExceeded) as caught:
+            await ask(server.address, "generate", "x", timeout_s=60)
+    assert vars(caught.value) == vars(own)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"temprature": 1.0}, "temprature: there is no such option (did you mean temperature?)"),
+        ({"timeout_s": -3}, "timeout_s: -3 is not allowed (use seconds above 0)"),
+    ],
+)
+async def test_a_refusal_names_its_argument_once(ask: Ask, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await ask("127.0.0.1:1", "generate", "x", **options)
+    assert str(caught.value) == told
 
 
 async def test_an_unreachable_address_is_unavailable_with_a_remedy(ask: Ask, unused_tcp_port: int) -> None:
@@ -247,7 +270,7 @@ async def test_an_unreachable_address_is_unavailable_with_a_remedy(ask: Ask, unu
         with pytest.raises(Unavailable, match=address) as caught:
             await ask(address, method, *args)
         assert time.monotonic() - began < 5
-        assert caught.value.remedy == f"check that a server listens at {address}"
+        assert str(caught.value) == f"{address}: connection refused (check that a server listens at {address})"
 
 
 async def test_a_peer_that_accepts_and_stays_silent_is_unavailable_in_bounded_time() -> None:

@@ -33,8 +33,11 @@ from pdserve.conformance.cases import Outcome, Result
 from pdserve.conformance.runner import all_cases, run, select
 from pdserve.engine.blocks import BlockManager
 from pdserve.errors import ConfigError
+from prefill_worker.settings import PrefillSettings
+from prefill_worker.worker import PrefillWorker
 from tests.decode_worker.rig import Rig, rig
 from tests.engine.tiny import SEVEN, seven_model, tiny_engine
+from tests.rpc.gateway import ScriptedGateway, serving
 
 LIMITS = Limits(timeout_s=10.0, settle_s=2.0)
 WHOLE = "a whole cache"
@@ -299,6 +302,20 @@ async def test_the_command_fails_when_a_case_does(monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 1
     assert "fail  opening    another tenant: refused with DATA_LOSS MANIFEST" in result.output
     assert "0 passed, 1 failed, 0 skipped; 1 hostile inputs tried" in result.output
+
+
+async def test_an_endpoint_that_is_no_decode_worker_is_refused_before_any_case() -> None:
+    worker = PrefillWorker(tiny_engine(), None, PrefillSettings(grace_s=1.0))
+    await worker.start()
+    try:
+        async with serving(ScriptedGateway()) as gateway:
+            prefill, other = await command(worker.address), await command(gateway.address)
+    finally:
+        await worker.stop()
+    for result, told in ((prefill, f"{worker.address} is a prefill worker"), (other, "is no worker")):
+        assert isinstance(result.exception, ConfigError) and result.exception.field == "endpoint"
+        assert told in result.exception.message and "pdserve status" in result.exception.remedy
+        assert result.output == ""
 
 
 @pytest.mark.parametrize(

@@ -190,10 +190,10 @@ async def test_a_prompt_goes_to_the_prefill_worker_that_holds_its_prefix() -> No
             await made.add_prefill(engine(pages=256))
         await made.add_decode(engine(pages=256))
         homes: dict[int, str] = {}
-        for seed in range(4):
-            ids = prompt(70, seed=seed)
-            homes[seed] = worker_of(await asked_idle(made, ids))
-        assert set(homes.values()) == {"p0", "p1"}
+        while len(homes) < 4 or len(set(homes.values())) < 2:  # cold prompts are placed at random
+            seed = len(homes)
+            assert seed < 40
+            homes[seed] = worker_of(await asked_idle(made, prompt(70, seed=seed)))
         for seed, home in homes.items():
             for ending in range(2):  # other ends, the same first 64 tokens
                 ids = (*prompt(70, seed=seed)[:64], *prompt(9, seed=100 + 10 * seed + ending))

@@ -172,8 +172,16 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, given)
     assert shown.exit_code == 0, shown.output
     assert "scores" in shown.output and "): bound by " in shown.output
+    assert "tiny.pdmodel: fp32," in shown.output and "us each" in shown.output
     found = json.loads(CliRunner().invoke(app, [*given, "--dtype", "fp32", "--run", "--json"]).stdout)
     assert found["prefill"]["flops"] == ledger(TINY, Step(1, 12)).flops
     assert found["decode"]["measured_s"] > found["decode"]["bound_s"]["memory"] * 0.01
-    wrong = CliRunner().invoke(app, [*given, "--dtype", "int3"])
-    assert isinstance(wrong.exception, InvalidRequest) and wrong.exception.field == "dtype"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dtype", "int3"), ("gflops", "-3"), ("gbytes", "-3"), ("gflops", "nan"), ("prompt", "0"), ("batch", "0")],
+)
+def test_the_command_refuses_by_the_name_of_the_flag(name: str, value: str) -> None:
+    wrong = CliRunner().invoke(app, ["ledger", "/nonexistent", f"--{name}", value])
+    assert isinstance(wrong.exception, InvalidRequest) and wrong.exception.field == name

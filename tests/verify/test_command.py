@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -57,14 +58,22 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_equal_sides_end_with_0_and_one_row_per_layer(pdserve: Callable[..., Done], tiny: Path) -> None:
+def test_equal_sides_end_with_0_a_verdict_each_and_one_for_all(pdserve: Callable[..., Done], tiny: Path) -> None:
     done = pdserve(f"{tiny},{SMALL}", "chunked:3", "reused", *IDS)
     assert done.code == 0, done.err
     rows = [line.split()[0] for line in done.out.splitlines() if line.strip()]
     assert rows[0] == "prompts" and "prompts of 7, 2 tokens, then 2 greedy tokens each" in done.out
-    table = ["layer", "in", "0", "1", "2", "out"]
-    assert rows[1:] == ["errors", "chunked:3", *table, "chunked:3", "reused", *table, "reused"]
-    assert "chunked:3 equals" in done.out and "NO" not in done.out
+    assert rows[1] == "errors"
+    assert "chunked:3 equals" in done.out and "reused equals" in done.out and "NO" not in done.out
+    assert rows.count("layer") <= 2 and len(rows) <= 2 + 2 * (1 + 1 + 3) + 1  # at most three rows below a verdict
+    assert done.out.splitlines()[-1] == "2 comparisons, all within tolerance"
+
+
+def test_equal_bits_need_no_rows(pdserve: Callable[..., Done], tiny: Path) -> None:
+    done = pdserve(f"{tiny},deterministic", "chunked:3", *IDS)
+    lines = [line for line in done.out.splitlines()[2:] if line.strip()]
+    assert lines[0].startswith("chunked:3 equals") and lines[0].endswith("bit for bit")
+    assert lines[1:] == ["1 comparison, within tolerance"]
 
 
 def test_a_divergence_ends_with_1_and_names_the_place(pdserve: Callable[..., Done], tiny: Path, other: Path) -> None:
@@ -73,6 +82,22 @@ def test_a_divergence_ends_with_1_and_names_the_place(pdserve: Callable[..., Don
     assert "it begins at: layer 1, v, prompt 1, token" in done.out.replace("\n", " ")
     assert "weights: the contracts differ in MODEL_DIGEST" in done.out
     assert "value projection" in done.out
+    assert done.out.splitlines()[-1] == "1 comparison, 1 not within tolerance"
+    rows = [line.split() for line in done.out.splitlines() if line.split()[1:2] == ["1"]]
+    assert rows[0][:3] == ["1", "1", "v"] and 1 <= len(rows) <= 3  # the place where it begins is among the worst
+
+
+def test_a_missing_peer_library_is_told_before_any_model_is_read(
+    pdserve: Callable[..., Done], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "transformers" else find(name, *a)
+    )
+    done = pdserve(tiny, "--against", "transformers", *IDS)
+    assert done.code == 2 and done.out == ""
+    assert done.err.startswith("error: side: the library transformers is not installed (pip install transformers")
+    assert "reading the models" not in done.err
 
 
 def test_every_tensor_is_shown_on_request(pdserve: Callable[..., Done], tiny: Path) -> None:

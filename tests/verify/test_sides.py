@@ -64,7 +64,7 @@ def test_a_path_is_a_model_even_with_a_comma(tmp_path: Path) -> None:
         ("kv:int3", "kv:bf16"),
         ("worker:nowhere", "host:port"),
         ("./nothing.gguf", "check the path"),
-        ("", "Words:"),
+        ("", "words are"),
     ],
 )
 def test_another_word_is_refused_with_a_remedy(text: str, remedy: str) -> None:
