@@ -64,10 +64,11 @@ async def test_the_same_tenant_finds_its_prefix_and_another_does_not(made: Stack
     for _, answer in answers:
         assert answer.ids == expected.ids
         assert made.first_logits(answer) == expected.first_logits
-    # Cold is cold: the other tenant's request cost and sent exactly what the very first one did.
+    # Cold is cold: the other tenant's request cost and sent exactly what the very first one did. (Not in as many
+    # frames: how many rows one takes depends on how far the engine is ahead of the sender.)
     (_, first), (_, other) = answers[0], answers[2]
     assert first.record is not None and other.record is not None
-    assert (other.record.bytes_sent, other.record.frames_sent) == (first.record.bytes_sent, first.record.frames_sent)
+    assert other.record.bytes_sent == first.record.bytes_sent
     assert other.usage == first.usage
 
 
