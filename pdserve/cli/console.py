@@ -89,7 +89,7 @@ def record_rows(record: HandoffRecord) -> list[tuple[str, str]]:
         ("sent", f"{record.bytes_sent:,} bytes in {record.frames_sent} frames"),
         ("queued", f"{record.queued_ms:.1f} ms"),
         ("prefill", f"{record.prefill_ms:.1f} ms"),
-        ("push", f"{record.push_ms:.1f} ms from grant to acknowledgement, prefill's own time included"),
+        ("push", f"{record.push_ms:.1f} ms from grant to acknowledgement, prefill included"),
         ("transfer", f"{record.transfer_ms:.1f} ms after the last layer (the rest overlapped with prefill)"),
         ("first token", f"{record.first_token_ms:.1f} ms after the request arrived"),
         ("decode", f"{record.decode_tokens_per_s:.1f} tokens/s"),
