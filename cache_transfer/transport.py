@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 
@@ -17,6 +17,7 @@ from cache_transfer.messages import Outgoing, PackedFrame, Response
 from cache_transfer.push import decode_response, encode_request
 from pdserve.errors import DataLoss, PdserveError, Unavailable
 from pdserve.rpc.status import from_rpc_error, is_lost
+from pdserve.rpc.writing import write
 
 Fill = Callable[[memoryview], None]
 
@@ -86,18 +87,14 @@ class _GrpcStream:
     def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes], address: str) -> None:
         self._call = call
         self._address = address
-        # The public write() answers a failed write by replacing the status that the receiver
-        # sent with a bare INTERNAL (grpc issue 36066); the call underneath leaves it alone.
-        self._writer: Any = call._cython_call  # type: ignore[attr-defined]
 
     async def send(self, message: Outgoing) -> None:
         try:
-            await self._call.wait_for_connection()
-            await self._writer.send_serialized_message(encode_request(message))
+            sent = await write(self._call, encode_request(message))
         except grpc.RpcError as error:
             raise call_error(error, self._address) from None
-        except grpc.aio.InternalError:
-            raise await self._failure() from None
+        if not sent:
+            raise await self._failure()
 
     async def receive(self) -> Response | None:
         try:

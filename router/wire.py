@@ -37,6 +37,7 @@ from pdserve.errors import (
 from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.rpc.status import difference_from_proto, from_detail, from_rpc_error, has_detail, is_lost
+from pdserve.rpc.writing import write
 from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES
 from pdserve.v1 import (
     decode_pb2,
@@ -146,10 +147,9 @@ class DecodeCall:
 
     async def _write(self, message: decode_pb2.DecodeRequest) -> None:
         try:
-            await self._call.write(message)
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            # The call has ended. Its status says why, and reading raises that.
-            return
+            await write(self._call, message.SerializeToString())
+        except grpc.RpcError:
+            return  # as when it is not sent: the call has ended, and reading raises why
 
     async def _read(self) -> DecodeEvent:
         try:

@@ -33,6 +33,7 @@ from pdserve.rpc.channel import channel
 from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.rpc.status import from_rpc_error
+from pdserve.rpc.writing import write
 from pdserve.tokenizer import Bundle
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.engine.tiny import tiny_engine
@@ -100,11 +101,9 @@ class Call:
 
     async def send(self, **message: Any) -> None:
         try:
-            await self.call.write(decode_pb2.DecodeRequest(**message))
+            await write(self.call, decode_pb2.DecodeRequest(**message).SerializeToString())
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        except asyncio.InvalidStateError:
-            pass  # the call is over: the next read tells why
 
     async def event(self) -> decode_pb2.DecodeEvent:
         """The next event; raises the call's typed error."""
