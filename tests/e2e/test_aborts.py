@@ -18,7 +18,7 @@ import pytest_asyncio
 from pdserve.errors import Cancelled
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import Finish, TokenBatch
-from router.openai_http import while_connected
+from router.openai_stream import while_connected
 from router.request import Ask, TokenPrompt
 from tests.e2e.stack import FREE_S, MODEL, Stack, alone, pair, stack
 from tests.e2e.watched import WAIT_S, WatchedEngine, engine

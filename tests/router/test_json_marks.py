@@ -10,7 +10,7 @@ import pytest
 from pydantic_core import from_json
 
 from pdserve.errors import InvalidRequest
-from router import openai_schema
+from router import openai_json
 from router.openai_schema import MAX_ENTRIES, parse_body
 
 BASE = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
@@ -28,7 +28,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(data))
         return parse(data)
 
-    monkeypatch.setattr(openai_schema, "from_json", watched)
+    monkeypatch.setattr(openai_json, "from_json", watched)
     return sizes
 
 

@@ -1,0 +1,105 @@
+"""What the bodies of both kinds of completion have in common: options of sampling, and how the answer comes.
+
+Numbers are only typed here; their ranges are SamplingParams' business.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from pdserve.errors import shown
+from pdserve.request import SamplingParams
+from router.openai_json import Strict, refused
+
+Number = StrictFloat | StrictInt
+Always1 = Annotated[StrictInt, Field(ge=1, le=1)]
+
+_MAX_DIGITS = 10  # of a token id
+
+# Options that have the same name and meaning in SamplingParams.
+_PLAIN_OPTIONS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+class StreamOptions(Strict):
+    include_usage: StrictBool = False
+
+
+class CommonBody(Strict):
+    """OpenAI's options, and ours: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, ..."""
+
+    model: StrictStr
+    max_tokens: StrictInt | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    n: Always1 | None = None
+    stop: StrictStr | list[StrictStr] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    seed: StrictInt | None = None
+    logit_bias: dict[StrictStr, Number] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: StrictInt | None = None
+    ignore_eos: StrictBool | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: StrictBool | None = None  # beside the text, and so an event for every step of a stream
+    user: StrictStr | None = None  # accepted and ignored: a label of the caller's, never an identity
+    pdserve_record: StrictBool = False  # the handoff record, in the answer or in the last chunk of a stream
+    store: Literal[False] | None = None
+    metadata: Annotated[dict[StrictStr, Any], Field(max_length=0)] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check_stream(self) -> None:
+        """Raises InvalidRequest for options of a stream without one."""
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "it needs stream", "set stream to true, or leave it out")
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Raises InvalidRequest for a key of logit_bias that is no token id."""
+        given = {name: value for name in _PLAIN_OPTIONS if (value := getattr(self, name)) is not None}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias={_token_id(key): _bias(bias) for key, bias in (self.logit_bias or {}).items()},
+            **given,
+        )
+
+
+NEUTRAL = frozenset({"store", "metadata", "service_tier"})  # fields that are taken where they ask for nothing
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.removeprefix("-").isdigit() and len(key) <= _MAX_DIGITS):
+        raise refused("logit_bias", f"{shown(key)} is not a token id", "use token ids as keys")
+    return int(key)
+
+
+def _bias(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise refused("logit_bias", f"{shown(value)} is too large", "use numbers from -100 to 100") from error

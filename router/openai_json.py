@@ -1,0 +1,118 @@
+"""The bytes of a body to a checked model: sizes before parsing, and one error that names the first field at fault."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
+
+from pdserve.errors import MAX_SHOWN, InvalidRequest
+
+MAX_ENTRIES = 20_000  # of all lists and objects of a body together
+MAX_IDS = 1 << 19  # besides, where a body may hold token ids: they are the cheapest of entries
+_FEW_ENTRIES_BYTES = 2 * MAX_ENTRIES  # an entry is at least a digit and a comma
+
+
+class Strict(BaseModel):
+    """An object whose unknown fields are refused: an option that is silently ignored looks as if it worked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Body = TypeVar("Body", bound=Strict)
+
+
+def parse(data: bytes, kind: type[Body], *, ids: str = "", neutral: frozenset[str] = frozenset()) -> Body:
+    """Raises InvalidRequest naming the first field that is unknown, missing or of the wrong type.
+
+    Args:
+        ids: the field in which up to MAX_IDS token ids may stand beside the other entries.
+        neutral: fields of which only values that ask for nothing are taken.
+    """
+    try:
+        if len(data) > _FEW_ENTRIES_BYTES:
+            _check_marks(data, MAX_ENTRIES + (MAX_IDS if ids else 0))
+            _check_entries(from_json(data), ids)
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False)[0], neutral) from error
+    except ValueError as error:  # from_json's; ValidationError is one, too
+        raise _not_json(str(error)) from error
+
+
+def refused(field: str, problem: str, remedy: str, reason: str = "INVALID_FIELD") -> InvalidRequest:
+    return InvalidRequest(problem, reason=reason, field=field, remedy=remedy)
+
+
+def _explain(problem: Any, neutral: frozenset[str]) -> InvalidRequest:
+    where = _path(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return refused(where, "this field is not supported", "leave it out", "UNKNOWN_FIELD")
+    if problem["loc"] and problem["loc"][0] in neutral:
+        return refused(str(problem["loc"][0]), "what it asks for is not supported", "leave it out", "UNKNOWN_FIELD")
+    if where in ("n", "best_of"):
+        return refused(where, "only 1 is supported", "leave it out")
+    if problem["type"] == "missing":
+        return refused(where, "this field is missing", "send it", "MISSING_FIELD")
+    if problem["type"] == "json_invalid":
+        return _not_json(problem["ctx"]["error"])
+    return refused(where, str(problem["msg"]).lower(), "correct it")
+
+
+def _not_json(problem: str) -> InvalidRequest:
+    return refused("", f"the body is not JSON: {problem}", "send a JSON object", "INVALID_JSON")
+
+
+def _check_marks(data: bytes, entries: int) -> None:
+    """What parsing would cost is refused before: a body of brackets makes millions of objects in one go.
+
+    A body of n entries has at most n commas, and n + 1 opening brackets and two strings for each entry that is no id.
+    """
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # from here on every quote begins or ends a string
+    if plain.count(b'"') <= 4 * (MAX_ENTRIES + 1):
+        outside = b"".join(plain.split(b'"')[::2])
+        if outside.count(b",") <= entries and outside.count(b"[") + outside.count(b"{") <= MAX_ENTRIES + 1:
+            return
+    raise _too_many_entries()
+
+
+def _too_many_entries() -> InvalidRequest:
+    problem = f"its lists and objects have more than {MAX_ENTRIES} entries"
+    return refused("body", problem, "send fewer", "TOO_MANY_ENTRIES")
+
+
+def _check_entries(body: Any, ids: str) -> None:
+    """Raises InvalidRequest for more than MAX_ENTRIES: checking each against the schema would stop all other work."""
+    left = MAX_ENTRIES
+    free = id(body.get(ids)) if isinstance(body, dict) and ids else 0
+    todo = [body]
+    while todo:
+        value = todo.pop()
+        if id(value) == free:
+            left -= _lists_of_ids(value)
+        elif isinstance(value, (dict, list)):
+            left -= len(value)
+            # Their entries only if there are not too many of them already.
+            todo += (value.values() if isinstance(value, dict) else value) if left >= 0 else ()
+        if left < 0:
+            raise _too_many_entries()
+
+
+def _lists_of_ids(value: Any) -> int:
+    """Entries of a list of ids, or of lists of ids, that are no ids."""
+    rows = value if isinstance(value, list) and any(isinstance(item, list) for item in value) else [value]
+    return sum(1 for row in rows if isinstance(row, list)) + sum(
+        1 for row in rows for item in (row if isinstance(row, list) else [row]) if type(item) is not int
+    )
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """messages[0].content; without the type names that a union adds."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part not in ("str", "int", "float") and not part.startswith(("list[", "constrained-", "function-")):
+            text += f".{part}" if text else part
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
