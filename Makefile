@@ -7,7 +7,7 @@ MINUTES ?= 10
 PACKAGES := pdserve cache_transfer prefill_worker decode_worker router
 STUBS := -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(wildcard proto/pdserve/v1/*.proto)
 
-.PHONY: help demo test faults fuzz format lint types stubs check-stubs constraints clean
+.PHONY: help demo test faults fuzz peers format lint types stubs check-stubs constraints clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,9 @@ faults: $(VENV)/.dev  ## break every part of a real installation at every step, 
 fuzz: $(VENV)/.dev  ## coverage-guided fuzzing of the transfer, ten minutes (MINUTES=...)
 	$(PIP) -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+peers: $(VENV)/.dev  ## build what benchmarks compare with, into .peers or $$PDSERVE_PEERS (minutes)
+	$(BIN)/python -m benchmarks.peers.build
 
 format: $(VENV)/.dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .

@@ -1,215 +1,187 @@
-"""Tokens per second of the engine against `transformers`: the same weights, dtype, threads and process.
+"""Tokens per second of the engine against `transformers`, vLLM and llama.cpp: same weights, threads and machine.
 
     decode    each sequence gets one token per step, greedily, after a prefill of the given length
     prefill   one prompt, in the chunks that a prefill worker uses
+    ragged    sequences of mixed lengths against as many equal ones with the same sum: no peer but ourselves
+    int8      decode with weight-only int8 against llama.cpp's Q4_1, and what int8 does to the logits
 
-The two sides take turns, and the best round of each counts, so that a busy machine hits both alike.
-The peer runs its plain forward pass over its own cache, with logits of the last position only.
+bf16 on both sides but for int8. Rounds alternate, the best of each side counts, and a peer sleeps while others
+are measured. In each round every side decodes the tokens after those of the round before.
+
+vLLM appears twice: `vllm` steps its engine in one process as we do ours, which is the faster and the stricter
+peer; `vllm-library` is `LLM.generate` as it is used, with the engine in a second process.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
+from benchmarks.checkpoints import tiny_checkpoint as tiny_checkpoint
+from benchmarks.engine_cases import FULL, MARGIN, QUICK, Case, Cases
+from benchmarks.engine_sides import PAGE_SIZE, PEERS, Ours, Peer, Side, open_peers
+from benchmarks.int8_error import int8_error
 from benchmarks.report import Figure, make_parser, report
-from pdserve.engine.blocks import BlockManager
 from pdserve.engine.engine import Engine
+from pdserve.engine.ledger import Machine, ledger
 from pdserve.engine.load import find_smollm2, load_model
-from pdserve.engine.plan import Chunk, EngineConfig, StepPlan
-from prefill_worker.settings import PrefillSettings
+from pdserve.engine.machine import measure_machine
+from pdserve.engine.plan import EngineConfig
 
 THREADS = 2
-PAGE_SIZE = 16
-CHUNK_TOKENS = PrefillSettings().chunk_tokens
+SECTIONS = ("decode", "prefill", "ragged", "int8")
+LABELS = {
+    "transformers": "transformers",
+    "vllm": "vLLM's engine",
+    "vllm-library": "vLLM's LLM.generate",
+    "llamacpp": "llama.cpp Q4_1",
+}
+DECODE_GOALS = {"transformers": 1.5, "vllm": 1.5, "vllm-library": 1.5}
+PREFILL_GOAL = 1.15  # over the best of the same peers
+LIMIT_GOAL = 0.6
+RAGGED_GOAL = 0.85
+INT8_GOAL = 1.0
 
 
-@dataclass(frozen=True)
-class Case:
-    """`batch` sequences of `tokens` each; `steps` decode steps, or 0 to time the prefill."""
-
-    name: str
-    batch: int
-    tokens: int
-    steps: int
-    goal: float
-
-    @property
-    def timed_tokens(self) -> int:
-        return self.batch * (self.steps or self.tokens)
-
-    def prompts(self, vocab: int) -> list[tuple[int, ...]]:
-        generator = torch.Generator().manual_seed(self.tokens)
-        ids = torch.randint(vocab, (self.batch, self.tokens), generator=generator)
-        return [tuple(row) for row in ids.tolist()]
-
-
-CASES = (
-    Case("decode, batch 1 after 512 tokens", 1, 512, 32, 1.0),
-    Case("decode, batch 8 after 512 tokens", 8, 512, 16, 1.5),
-    Case("decode, batch 32 after 128 tokens", 32, 128, 8, 1.5),
-    Case("prefill, 512 tokens", 1, 512, 0, 1.0),
-    Case("prefill, 2048 tokens", 1, 2048, 0, 1.0),
-)
-QUICK_CASES = (
-    Case("decode, batch 1 after 32 tokens", 1, 32, 4, 1.0),
-    Case("decode, batch 8 after 32 tokens", 8, 32, 4, 1.5),
-    Case("prefill, 64 tokens", 1, 64, 0, 1.0),
-)
-
-
-class Side(Protocol):
-    """One of the two engines, with one case loaded."""
-
-    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Fills the cache from nothing, with logits of the last position."""
-        ...
-
-    def decode(self, steps: int) -> list[list[int]]:
-        """Greedy steps from the end of the prompts, always from the same place; the ids of each step."""
-        ...
-
-
-class Ours:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        blocks = BlockManager(self._engine.config.pages, PAGE_SIZE)
-        self._lengths = [len(ids) for ids in prompts]
-        self._last: list[int] = []
-        self._tables: list[tuple[int, ...]] = []
-        for number, ids in enumerate(prompts):
-            pages = blocks.allocate(str(number), blocks.pages_for(len(ids) + 64))
-            for start in range(0, len(ids), CHUNK_TOKENS):
-                chunk = Chunk("p", ids[start : start + CHUNK_TOKENS], start, pages)
-                logits = self._engine.step(StepPlan((chunk,))).logits["p"]
-            self._tables.append(pages)
-            self._last.append(int(logits[-1].argmax()))
-
-    def decode(self, steps: int) -> list[list[int]]:
-        ids, made = self._last, []
-        for step in range(steps):
-            rows = zip(ids, self._lengths, self._tables, strict=True)
-            chunks = tuple(Chunk(str(n), (id,), at + step, table) for n, (id, at, table) in enumerate(rows))
-            logits = self._engine.step(StepPlan(chunks)).logits
-            ids = [int(logits[chunk.key][-1].argmax()) for chunk in chunks]
-            made.append(ids)
-        return made
-
-
-class Peer:
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    @torch.inference_mode()
-    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        from transformers import DynamicCache
-
-        self._cache = DynamicCache(config=self._model.config)
-        self._last = self._forward(torch.tensor(prompts))
-
-    @torch.inference_mode()
-    def decode(self, steps: int) -> list[list[int]]:
-        ids, made = self._last, []
-        for _ in range(steps):
-            ids = self._forward(ids[:, None])
-            made.append(ids.tolist())
-        self._cache.crop(-steps)
-        return made
-
-    def _forward(self, ids: Tensor) -> Tensor:
-        output = self._model(input_ids=ids, cache=self._cache, use_cache=True, logits_to_keep=1)
-        best: Tensor = output.logits[:, -1].argmax(-1)
-        return best
-
-
-def compare(case: Case, ours: Side, peer: Side | None, vocab: int, rounds: int) -> Figure:
-    prompts = case.prompts(vocab)
-    sides = [ours] if peer is None else [ours, peer]
-    for side in sides:
-        side.prefill(prompts)  # warms up, and fills the cache that decoding continues
-        side.decode(1)
-    best = [float("inf")] * len(sides)
-    for _ in range(rounds):
-        for number, side in enumerate(sides):
-            work: Callable[[], object] = (
-                (lambda side=side: side.decode(case.steps))  # type: ignore[misc]
-                if case.steps
-                else (lambda side=side: side.prefill(prompts))  # type: ignore[misc]
-            )
-            started = time.perf_counter()
-            work()
-            best[number] = min(best[number], time.perf_counter() - started)
-    rates = [case.timed_tokens / seconds for seconds in best]
-    if peer is None:
-        return Figure(case.name, rates[0], "tokens/s")
-    return Figure(case.name, rates[0], "tokens/s", rates[1], case.goal)
-
-
-def load_peer(path: Path) -> Any | None:
-    """The same checkpoint in `transformers`, with plain bf16 weights; None when that is not installed."""
-    try:
-        from transformers import AutoModelForCausalLM, GgufConfig
-    except ImportError:
-        return None
-    where, more = path, {}
-    if path.is_file():
-        where, more = path.parent, {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16, local_files_only=True, **more).eval()
-    if {parameter.dtype for parameter in model.parameters()} != {torch.bfloat16}:
-        raise SystemExit("the peer's weights are not in bf16: the comparison would not be fair")
-    return model
-
-
-def tiny_checkpoint(folder: Path, layers: int = 4, kv_heads: int = 2, head_dim: int = 16) -> Path:
-    """A small random Llama, for --quick."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
+def open_engine(path: Path, cases: Cases, kernels: str, weights: str = "") -> Engine:
+    """In bf16, with room for the largest case; `weights` "int8" quantizes them."""
+    need = max(sum(-(-(length + MARGIN) // PAGE_SIZE) for length in case.lengths) for case in cases.all)
+    config = EngineConfig(
+        dtype="bf16", pages=need, page_size=PAGE_SIZE, threads=THREADS, weights=weights, kernels=kernels
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return Engine(load_model(path, "bf16"), config)
 
 
-def measure(path: Path, cases: Sequence[Case], rounds: int) -> list[Figure]:
-    need = max(case.batch * -(-(case.tokens + 64) // PAGE_SIZE) for case in cases)
-    config = EngineConfig(dtype="bf16", pages=need, page_size=PAGE_SIZE, threads=THREADS)
-    engine = Engine(load_model(path, "bf16"), config)
-    model = load_peer(path)
+def rates(case: Case, sides: Mapping[str, Side], vocab: int, rounds: int) -> dict[str, float]:
+    """Tokens per second of each side, the best of its rounds."""
+    print(f"measuring {case.name}", file=sys.stderr, flush=True)
+    prompts = case.prompts(vocab)
+    for side in sides.values():
+        side.fill(prompts)
+    best = dict.fromkeys(sides, float("inf"))
+    for _ in range(rounds):
+        for name, side in sides.items():
+            seconds = side.decode(case.steps) if case.steps else side.prefill(prompts)
+            if seconds > 0:  # vllm-library's is a difference, which noise can make negative
+                best[name] = min(best[name], seconds)
+    return {name: case.timed_tokens / seconds for name, seconds in best.items()}
+
+
+def measure_decode(
+    cases: Cases, ours: Ours, peers: Mapping[str, Peer], engine: Engine, rounds: int, names: Sequence[str]
+) -> list[Figure]:
+    machine = measure_machine("bf16", THREADS)
     figures = []
-    for case in cases:
-        print(f"measuring {case.name}", file=sys.stderr, flush=True)
-        peer = None if model is None else Peer(model)
-        figures.append(compare(case, Ours(engine), peer, engine.spec.vocab_size, rounds))
+    for case in cases.decode:
+        found = rates(case, {"ours": ours, **_only(peers, DECODE_GOALS)}, engine.spec.vocab_size, rounds)
+        mine = found["ours"]
+        for name, goal in DECODE_GOALS.items():
+            if name in names:
+                title = f"{case.name}, against {LABELS[name]}"
+                figures.append(Figure(title, mine, "tokens/s", found.get(name), goal, relative=True))
+        if case.batch == 1:
+            share = mine / limit(case, engine, machine, rounds)
+            figures.append(Figure(f"{case.name}, share of the bandwidth limit", share, "of it", goal=LIMIT_GOAL))
     return figures
 
 
+def limit(case: Case, engine: Engine, machine: Machine, rounds: int, dtype: str = "bf16") -> float:
+    """Tokens per second that the machine's bandwidth and arithmetic allow."""
+    return case.batch / ledger(engine.spec, case.step(rounds), dtype).bound(machine).seconds
+
+
+def measure_prefill(
+    cases: Cases, ours: Ours, peers: Mapping[str, Peer], engine: Engine, rounds: int, names: Sequence[str]
+) -> list[Figure]:
+    figures = []
+    for case in cases.prefill:
+        found = rates(case, {"ours": ours, **_only(peers, DECODE_GOALS)}, engine.spec.vocab_size, rounds)
+        mine = found.pop("ours")
+        best = max(found, key=lambda name: found[name], default=None)
+        title = f"{case.name}, against the best peer" + (f" ({LABELS[best]})" if best else "")
+        figures.append(Figure(title, mine, "tokens/s", found[best] if best else None, PREFILL_GOAL, relative=True))
+        for name in names:
+            if name != best and name in DECODE_GOALS:
+                title = f"{case.name}, against {LABELS[name]}"
+                figures.append(Figure(title, mine, "tokens/s", found.get(name)))
+    return figures
+
+
+def measure_ragged(
+    cases: Cases, ours: Ours, peers: Mapping[str, Peer], engine: Engine, rounds: int, names: Sequence[str]
+) -> list[Figure]:
+    mixed, equal = (rates(case, {"ours": ours}, engine.spec.vocab_size, rounds)["ours"] for case in cases.ragged)
+    return [Figure(f"{cases.ragged[0].name}, against equal lengths", mixed, "tokens/s", equal, RAGGED_GOAL)]
+
+
+def _only(peers: Mapping[str, Peer], names: Mapping[str, object]) -> dict[str, Peer]:
+    return {name: peer for name, peer in peers.items() if name in names}
+
+
+def measure_int8(
+    path: Path, cases: Cases, peers: Mapping[str, Peer], rounds: int, plain: Engine, kernels: str
+) -> list[Figure]:
+    engine = open_engine(path, cases, kernels, "int8")
+    sides: dict[str, Side] = {"ours": Ours(engine), **_only(peers, {"llamacpp": 1})}
+    figures = []
+    for case in cases.decode:
+        if case.batch == 1:
+            found = rates(case, sides, engine.spec.vocab_size, rounds)
+            title = f"int8 {case.name}, against {LABELS['llamacpp']}"
+            figures.append(Figure(title, found["ours"], "tokens/s", found.get("llamacpp"), INT8_GOAL, relative=True))
+    return figures + int8_error(path, plain, engine)
+
+
+Section = Callable[[Cases, Ours, Mapping[str, Peer], Engine, int, Sequence[str]], list[Figure]]
+BF16_SECTIONS: dict[str, Section] = {"decode": measure_decode, "prefill": measure_prefill, "ragged": measure_ragged}
+
+
+def measure(
+    path: Path, cases: Cases, rounds: int, sections: Sequence[str], names: Sequence[str], kernels: str
+) -> list[Figure]:
+    opened = names if {"decode", "prefill", "int8"} & set(sections) else ()
+    if "int8" not in sections:
+        opened = [name for name in opened if name != "llamacpp"]
+    peers = open_peers(opened, path, cases.most_tokens, THREADS)
+    figures: list[Figure] = []
+    try:
+        engine = open_engine(path, cases, kernels)
+        for name, section in BF16_SECTIONS.items():
+            if name in sections:
+                figures += section(cases, Ours(engine), peers, engine, rounds, names)
+        if "int8" in sections:
+            figures += measure_int8(path, cases, peers, rounds, engine, kernels)
+    finally:
+        for peer in peers.values():
+            peer.stop()
+    return figures
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    listed = "comma-separated, of: {}"
+    parser.add_argument(
+        "--only", metavar="SECTIONS", default=",".join(SECTIONS), help=listed.format(", ".join(SECTIONS))
+    )
+    parser.add_argument("--peers", metavar="NAMES", help=listed.format(", ".join(PEERS)) + "; --quick: transformers")
+    parser.add_argument("--kernels", choices=("auto", "native", "plain"), default="native", help="ours")
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args()
+
+
 def main() -> None:
-    options = make_parser(__doc__).parse_args()
-    torch.set_num_threads(THREADS)
+    options = parse()
+    sections = options.only.split(",")
     if options.quick:
+        names = (options.peers or "transformers").split(",")
         with tempfile.TemporaryDirectory() as folder:
-            figures = measure(tiny_checkpoint(Path(folder)), QUICK_CASES, rounds=2)
+            figures = measure(tiny_checkpoint(Path(folder)), QUICK, 2, sections, names, options.kernels)
     else:
-        figures = measure(find_smollm2(), CASES, rounds=3)
+        names = (options.peers or ",".join(PEERS)).split(",")
+        figures = measure(find_smollm2(), FULL, options.rounds, sections, names, options.kernels)
     report(figures, options.json)
 
 

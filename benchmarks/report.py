@@ -20,6 +20,7 @@ class Figure:
         peer: the other side's value, in the same unit; None when there is none.
         goal: for the ratio value / peer, or for the value itself without a peer; None: only printed.
         at_most: the goal is an upper bound, not a lower one.
+        relative: the goal is for the ratio only, so that nothing is judged where the peer is missing.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Figure:
     peer: float | None = None
     goal: float | None = None
     at_most: bool = False
+    relative: bool = False
 
     @property
     def ratio(self) -> float | None:
@@ -35,14 +37,14 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """None when there is no goal."""
-        if self.goal is None:
+        """None when there is no goal, or no peer to judge it by."""
+        if self.goal is None or (self.relative and self.peer is None):
             return None
         measured = self.value if self.ratio is None else self.ratio
         return measured <= self.goal if self.at_most else measured >= self.goal
 
     def to_json(self) -> dict[str, object]:
-        fields = {name: value for name, value in asdict(self).items() if name != "at_most"}
+        fields = {name: value for name, value in asdict(self).items() if name not in ("at_most", "relative")}
         return {**fields, "ratio": self.ratio, "met": self.met}
 
 
@@ -68,5 +70,6 @@ def _row(figure: Figure) -> str:
     if figure.ratio is not None:
         text += f"   peer {figure.peer:,.4g}   ratio {figure.ratio:.2f}"
     if figure.goal is not None:
-        text += f"   goal {'<=' if figure.at_most else '>='} {figure.goal:g}   {'met' if figure.met else 'MISSED'}"
+        verdict = {True: "met", False: "MISSED", None: "no peer"}[figure.met]
+        text += f"   goal {'<=' if figure.at_most else '>='} {figure.goal:g}   {verdict}"
     return text

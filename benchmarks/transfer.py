@@ -1,7 +1,9 @@
-"""Bytes per second from prefill pages to verified decode pages, over gRPC between two processes.
+"""Bytes per second from prefill pages to verified decode pages, between two processes.
+
+Payloads travel over gRPC, then through shared memory (cache_transfer/shared.py), in turn.
 
 The peer is a bare client stream of the same frame size (bare_stream.py), with no digest and no
-copy into pages. Both run in turn, several times; the best of each counts, which is what the code
+copy into pages. All run in turn, several times; the best of each counts, which is what the code
 can do when nothing else runs. The last figure has no goal: it repeats the bare stream between
 the transfer's own processes, where freed frames are kept (cache_transfer/allocator.py), to show
 how much of the ratio is that setting. What verifying costs is measured afterwards, on the first
@@ -30,7 +32,6 @@ from benchmarks.verification import OFF, ON, Meter, Sample
 from cache_transfer.contract import (
     AttentionScheme,
     CachePlane,
-    Endpoint,
     HandoffIdentity,
     PositionScheme,
     WorkerContract,
@@ -40,6 +41,7 @@ from cache_transfer.pages import KVSource, PageSink
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport
 from cache_transfer.sender import HandoffSender, SendReport
 from cache_transfer.service import TransferService, register
+from cache_transfer.shared import endpoints_of
 from cache_transfer.tickets import Claim, TicketBook
 from cache_transfer.transport import GrpcTransport
 from cache_transfer.wire import ticket_from_proto, ticket_to_proto
@@ -53,7 +55,8 @@ from pdserve.rpc.server import Server
 from pdserve.v1 import common_pb2
 
 SERVICE = "pdserve.benchmark.Peer"
-GOAL = 0.5
+GOAL = 0.7
+SHARED_GOAL = 2.0
 VERIFICATION_GOAL = 0.3
 METER = Meter()
 VOCAB = 32000
@@ -191,7 +194,7 @@ async def _serve(case: Case, pipe: Connection) -> None:
     contract = case.contract(case.take_order, case.take_page_size)
     cache = PagedCache(case.spec(), case.config(case.take_order, case.take_page_size))
     pages = case.pages(case.take_page_size)
-    book = TicketBook(bytes(16), 60.0, (Endpoint("127.0.0.1:1"),))
+    book = TicketBook(bytes(16), 60.0, endpoints_of("127.0.0.1:1", "auto"))
     receiver = Receiver(book, contract, _Host(SequenceSink(cache, pages, 0, case.tokens)))
     server = Server()
     server.add(register, TransferService(receiver))
@@ -209,10 +212,12 @@ async def measure(case: Case, address: str, bare: BareStream, repeats: int, veri
     cache.storage.view(torch.int16).random_()
     source = SequenceSource(cache, case.pages(16), 0, case.tokens)
     link = channel(address)
-    ours = peer = tuned = 0.0
+    ours = shared = peer = tuned = 0.0
     for _ in range(repeats):
         seconds, sent = await push(case, link, address, source)
         ours = max(ours, sent.payload_bytes / seconds)
+        seconds, sent = await push(case, link, address, source, shares_memory=True)
+        shared = max(shared, sent.payload_bytes / seconds)
         frame_bytes = sent.payload_bytes // sent.frames
         peer = max(peer, await asyncio.to_thread(bare.measure, frame_bytes, sent.frames))
         tuned = max(tuned, await bare_stream.stream(link, frame_bytes, sent.frames))
@@ -223,16 +228,20 @@ async def measure(case: Case, address: str, bare: BareStream, repeats: int, veri
         raise SystemExit("the received pages differ from the sent ones")
     return [
         Figure(f"transfer: {case.name}", ours / 1e9, "GB/s", peer / 1e9, GOAL),
+        Figure(f"shared memory: {case.name}", shared / 1e9, "GB/s", peer / 1e9, SHARED_GOAL),
         Figure("first case, bare stream keeps freed frames, too", ours / 1e9, "GB/s", tuned / 1e9),
         *cost,
     ]
 
 
-async def push(case: Case, link: grpc.aio.Channel, address: str, source: KVSource) -> tuple[float, SendReport]:
+async def push(
+    case: Case, link: grpc.aio.Channel, address: str, source: KVSource, *, shares_memory: bool = False
+) -> tuple[float, SendReport]:
     """One handoff of everything: its seconds, from the first announcement to the acknowledgement."""
     ticket = ticket_from_proto(common_pb2.Ticket.FromString(await _ask(link, "Issue")))
     contract = case.contract(case.send_order, 16)
-    sender = HandoffSender(GrpcTransport(link, address), ticket, case.identity(), contract, source, logits_only=False)
+    transport = GrpcTransport(link, address, shares_memory=shares_memory)
+    sender = HandoffSender(transport, ticket, case.identity(), contract, source, logits_only=False)
     started = time.perf_counter()
     for layer in range(case.layers):
         sender.computed(layer, (0, case.tokens))
@@ -292,7 +301,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cases, repeats = (CASES, 12) if not options.quick else (tuple(replace(c, layers=8) for c in CASES[:2]), 3)
     figures = [run(case, repeats, verification=case is cases[0]) for case in cases]
-    report([*(each[0] for each in figures), *figures[0][1:]], options.json)
+    report([*(figure for each in figures for figure in each[:2]), *figures[0][2:]], options.json)
 
 
 if __name__ == "__main__":

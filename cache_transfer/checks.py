@@ -8,26 +8,46 @@ from __future__ import annotations
 from cache_transfer import digests
 from cache_transfer.codec import ITEM_BYTES, Coverage, decode_header
 from cache_transfer.contract import WorkerContract
-from cache_transfer.messages import Commit, Frame, FrameHeader, Logits
+from cache_transfer.messages import MAX_PAYLOAD_BYTES, Commit, Frame, FrameHeader, Logits, SharedFrame
 from cache_transfer.refusals import data_loss
+from cache_transfer.shared import Shared
 from cache_transfer.tickets import Claim
-from pdserve.errors import InvalidRequest
+from pdserve.errors import Internal, InvalidRequest
 
 
-def accept_frame(frame: Frame, coverage: Coverage, secret: bytes) -> FrameHeader:
+def accept_frame(frame: Frame | SharedFrame, coverage: Coverage, secret: bytes, shared: Shared | None) -> FrameHeader:
     """The header of a frame that may come next; counts it as received.
+
+    Args:
+        shared: where the payload of a SharedFrame lies.
 
     One that makes no sense was damaged on its way, and may be sent again, unless its digest says
     that its sender meant it. All others are hashed by the writers.
     """
+    if shared is not None and isinstance(frame, SharedFrame):
+        shared.check(frame)
     try:
         header = decode_header(frame.header)
-        coverage.accept(header, len(frame.payload))
+        coverage.accept(header, frame.size)
     except InvalidRequest as error:
-        if digests.same(digests.frame_digest(secret, frame.header, frame.payload), frame.digest):
+        if frame.size > MAX_PAYLOAD_BYTES or digests.same(_digest(frame, secret, shared), frame.digest):
             raise
         raise data_loss(f"a frame did not verify; as it is, {error.message}", "FRAME_DIGEST", "frame") from None
     return header
+
+
+def _digest(frame: Frame | SharedFrame, secret: bytes, shared: Shared | None) -> bytes:
+    payload = payload_of(frame, shared, bytearray(frame.size if isinstance(frame, SharedFrame) else 0))
+    return digests.frame_digest(secret, frame.header, payload)
+
+
+def payload_of(frame: Frame | SharedFrame, shared: Shared | None, room: bytearray) -> memoryview:
+    """The payload, in memory that the sender cannot change: the message, or `room` for a shared frame."""
+    if isinstance(frame, Frame):
+        return frame.payload
+    if shared is None:
+        raise Internal("a shared frame was accepted without shared memory")
+    return shared.read(frame, memoryview(room))
 
 
 def check_logits(message: Logits, claim: Claim, contract: WorkerContract) -> None:

@@ -5,6 +5,7 @@ Every digest starts with an eight-byte tag, so that one can never stand in for a
     proof     "pd-proof" | encode(identity)
     frame     "pd-frame" | u32 len(header) | header | payload
     logits    "pd-logit" | u32 len(dtype) | dtype | u32 position | data
+    memory    "pd-share" | u64 size of the memory
     manifest  "pd-manif" | frame digests in order | logits digest | SHA-256 identity digest
                          | u32 frames | u64 payload bytes | u32 start | u32 end
 
@@ -39,6 +40,11 @@ def frame_digest(secret: bytes, header: _Buffer, payload: _Buffer) -> bytes:
 def logits_digest(secret: bytes, dtype: str, position: int, data: _Buffer) -> bytes:
     name = dtype.encode()
     return _keyed(secret, b"pd-logit", struct.pack("<I", len(name)) + name + struct.pack("<I", position), data)
+
+
+def memory_proof(secret: bytes, size: int) -> bytes:
+    """What stands at the start of memory that a sender offers."""
+    return _keyed(secret, b"pd-share", struct.pack("<Q", size))
 
 
 class Manifest:

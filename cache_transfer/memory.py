@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from cache_transfer.digests import frame_digest
-from cache_transfer.messages import Frame, Outgoing, PackedFrame, Request, Response
+from cache_transfer.messages import Frame, Outgoing, PackedFrame, Request, Response, SharedFrame
 from cache_transfer.receiver import Receiver
 from cache_transfer.transport import Fill, PushStream
 from cache_transfer.waiting import settle
@@ -21,8 +21,9 @@ _BOUND = 8
 class MemoryTransport:
     """Hands every stream to one receiver on the same event loop."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, *, shares_memory: bool = False) -> None:
         self._receiver = receiver
+        self.shares_memory = shares_memory
 
     def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
         payload = memoryview(bytearray(payload_bytes))
@@ -60,7 +61,7 @@ class _MemoryStream:
 
     async def send(self, message: Outgoing) -> None:
         request = message.data if isinstance(message, PackedFrame) else message
-        if isinstance(request, bytes):
+        if isinstance(request, (bytes, SharedFrame)):
             raise Internal("a frame was packed for another transport")
         await self._put(request)
 

@@ -1,7 +1,7 @@
 """What travels on one Push stream, as plain values. `push.py` turns them into bytes and back.
 
-sender    PushOpening, PackedFrame*, Logits, Commit
-receiver  Grant, Ack
+sender    PushOpening, (PackedFrame | SharedFrames)*, Logits, Commit
+receiver  Grant, Release*, Ack
 """
 
 from __future__ import annotations
@@ -13,6 +13,15 @@ from cache_transfer.pages import Range
 
 INTEGRITY = "blake3-keyed"
 MAX_PAYLOAD_BYTES = 1 << 20  # of one frame
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """An open file of the sender's process that a receiver on its machine may read; see shared.py."""
+
+    pid: int
+    fd: int
+    size: int  # bytes
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class PushOpening:
     kv_dtype: str
     logits_only: bool
     integrity: str = INTEGRITY
+    shared: SharedMemory | None = None  # an offer
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,33 @@ class Frame:
     payload: memoryview  # canonical, see pages.py
     digest: bytes
 
+    @property
+    def size(self) -> int:
+        return len(self.payload)
+
+
+@dataclass(frozen=True)
+class SharedFrame:
+    """A frame whose payload lies in the sender's memory."""
+
+    header: bytes
+    offset: int
+    size: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class SharedFrames:
+    """Consecutive frames in one message; at least one."""
+
+    frames: tuple[SharedFrame, ...]
+
 
 @dataclass(frozen=True)
 class PackedFrame:
-    """A whole frame message in the form its transport sends."""
+    """A frame in the form its transport sends."""
 
-    data: bytes | Frame
+    data: bytes | Frame | SharedFrame
     payload_bytes: int
     digest: bytes
 
@@ -88,6 +119,14 @@ class Grant:
     start: int
     end: int
     max_payload_bytes: int
+    shared: bool = False  # the offered memory will be read
+
+
+@dataclass(frozen=True)
+class Release:
+    """The first `frames` frames of the stream are in pages: their shared memory may be filled anew."""
+
+    frames: int
 
 
 @dataclass(frozen=True)
@@ -98,6 +137,6 @@ class Ack:
     payload_bytes: int
 
 
-Request = PushOpening | Frame | Logits | Commit
-Outgoing = PushOpening | PackedFrame | Logits | Commit
-Response = Grant | Ack
+Request = PushOpening | Frame | SharedFrames | Logits | Commit
+Outgoing = PushOpening | PackedFrame | SharedFrames | Logits | Commit
+Response = Grant | Release | Ack

@@ -14,7 +14,7 @@ from cache_transfer.contract import (
     check_compatible,
     check_identity,
 )
-from cache_transfer.messages import INTEGRITY, PushOpening
+from cache_transfer.messages import INTEGRITY, PushOpening, SharedMemory
 from pdserve.errors import DataLoss, FieldDifference, Incompatible, InvalidRequest
 
 Numerics = tuple[tuple[str, str], ...]  # of contract.arithmetic
@@ -31,7 +31,12 @@ class Due:
 
 
 def make_opening(
-    ticket: Ticket, identity: HandoffIdentity, contract: WorkerContract, *, logits_only: bool
+    ticket: Ticket,
+    identity: HandoffIdentity,
+    contract: WorkerContract,
+    *,
+    logits_only: bool,
+    shared: SharedMemory | None = None,
 ) -> PushOpening:
     """What a holder of the ticket sends first."""
     return PushOpening(
@@ -43,6 +48,7 @@ def make_opening(
         contract=contract,
         kv_dtype=contract.kv_dtype,
         logits_only=logits_only,
+        shared=shared,
     )
 
 

@@ -29,6 +29,11 @@ class Outbox:
         self._frames: deque[tuple[FrameHeader, int]] = deque()
         self._seq = 0
 
+    def largest(self, max_payload_bytes: int) -> int:
+        """No frame will have more bytes of payload."""
+        rows = max(plane.heads * plane.head_dim for planes in self._contract.planes for plane in planes)
+        return min(max_payload_bytes, rows * self._item_bytes * (self._end - self._start))
+
     @property
     def done(self) -> bool:
         """Whether every frame was taken."""
@@ -47,15 +52,15 @@ class Outbox:
         while ahead and ahead[0][0] <= self._ready[layer]:
             self._ready[layer] = max(self._ready[layer], ahead.pop(0)[1])
 
-    def take(self, max_bytes: int, max_payload_bytes: int) -> list[FrameHeader]:
-        """The next frames that can be sent: about `max_bytes` in all, at least one if any.
+    def take(self, max_bytes: int, max_payload_bytes: int, max_frames: int = 1 << 20) -> list[FrameHeader]:
+        """The next frames that can be sent: about `max_bytes` in all, at least one if any and if `max_frames` allows.
 
         Raises Incompatible (FRAME_SIZE) when one row of one head exceeds `max_payload_bytes`.
         """
         self._plan(max_payload_bytes)
         taken: list[FrameHeader] = []
         total = 0
-        while self._frames and total < max_bytes:
+        while self._frames and total < max_bytes and len(taken) < max_frames:
             header, size = self._frames.popleft()
             taken.append(header)
             total += size

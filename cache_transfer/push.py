@@ -21,8 +21,12 @@ from cache_transfer.messages import (
     Outgoing,
     PackedFrame,
     PushOpening,
+    Release,
     Request,
     Response,
+    SharedFrame,
+    SharedFrames,
+    SharedMemory,
 )
 from cache_transfer.wire import (
     contract_from_proto,
@@ -36,7 +40,7 @@ from pdserve.v1 import transfer_pb2 as pb
 # A protobuf tag is (field number << 3) | wire type; all fields here are length-delimited (2).
 _FRAME_TAG = 2 << 3 | 2
 _FIELD_TAGS = (1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)  # Frame.header, payload, digest
-_ONEOF = {1 << 3 | 2: "open", 3 << 3 | 2: "logits", 4 << 3 | 2: "commit"}
+_ONEOF = {1 << 3 | 2: "open", 3 << 3 | 2: "logits", 4 << 3 | 2: "commit", 5 << 3 | 2: "shared"}
 _MAX_VARINT_BYTES = 5
 
 
@@ -78,6 +82,8 @@ def encode_request(message: Outgoing) -> bytes:
                 digest=message.digest,
             )
             return pb.PushRequest(commit=commit).SerializeToString()
+        case SharedFrames():
+            return pb.PushRequest(shared=_shared_to_proto(message)).SerializeToString()
         case _:
             raise TypeError(f"{type(message).__name__} was packed for another transport")
 
@@ -88,7 +94,7 @@ def decode_request(data: bytes) -> Request:
         return decode_frame(data)
     name = _ONEOF.get(data[0]) if data else None
     if name is None:
-        raise _malformed("neither open, frame, logits nor commit")
+        raise _malformed("neither open, frame, logits, commit nor shared")
     try:
         request = pb.PushRequest.FromString(data)
     except DecodeError:
@@ -97,6 +103,8 @@ def decode_request(data: bytes) -> Request:
         raise _malformed(f"{name} and another message in one")
     if request.HasField("open"):
         return _opening_from_proto(request.open)
+    if request.HasField("shared"):
+        return _shared_from_proto(request.shared)
     if request.HasField("logits"):
         logits = request.logits
         return Logits(logits.dtype, logits.data, logits.position, _digest("logits", logits.digest))
@@ -106,8 +114,12 @@ def decode_request(data: bytes) -> Request:
 
 def encode_response(message: Response) -> bytes:
     if isinstance(message, Grant):
-        grant = pb.Grant(start=message.start, end=message.end, max_payload_bytes=message.max_payload_bytes)
+        grant = pb.Grant(
+            start=message.start, end=message.end, max_payload_bytes=message.max_payload_bytes, shared=message.shared
+        )
         return pb.PushResponse(grant=grant).SerializeToString()
+    if isinstance(message, Release):
+        return pb.PushResponse(release=pb.Release(frames=message.frames)).SerializeToString()
     ack = pb.Ack(frames=message.frames, payload_bytes=message.payload_bytes)
     return pb.PushResponse(ack=ack).SerializeToString()
 
@@ -119,10 +131,13 @@ def decode_response(data: bytes) -> Response:
     except DecodeError:
         raise _malformed("the answer is not protobuf") from None
     if response.HasField("grant"):
-        return Grant(response.grant.start, response.grant.end, response.grant.max_payload_bytes)
+        grant = response.grant
+        return Grant(grant.start, grant.end, grant.max_payload_bytes, grant.shared)
+    if response.HasField("release"):
+        return Release(response.release.frames)
     if response.HasField("ack"):
         return Ack(response.ack.frames, response.ack.payload_bytes)
-    raise _malformed("the answer is neither grant nor ack")
+    raise _malformed("the answer is neither grant, release nor ack")
 
 
 def _opening_to_proto(opening: PushOpening) -> pb.PushOpen:
@@ -136,6 +151,7 @@ def _opening_to_proto(opening: PushOpening) -> pb.PushOpen:
         kv_dtype=opening.kv_dtype,
         logits_only=opening.logits_only,
         integrity=opening.integrity,
+        shared=None if opening.shared is None else pb.SharedMemory(**vars(opening.shared)),
     )
 
 
@@ -153,6 +169,24 @@ def _opening_from_proto(proto: pb.PushOpen) -> PushOpening:
         kv_dtype=proto.kv_dtype,
         logits_only=proto.logits_only,
         integrity=proto.integrity,
+        shared=SharedMemory(proto.shared.pid, proto.shared.fd, proto.shared.size) if proto.HasField("shared") else None,
+    )
+
+
+def _shared_to_proto(message: SharedFrames) -> pb.SharedFrames:
+    return pb.SharedFrames(
+        frames=[
+            pb.SharedFrame(header=each.header, offset=each.offset, size=each.size, digest=each.digest)
+            for each in message.frames
+        ]
+    )
+
+
+def _shared_from_proto(proto: pb.SharedFrames) -> SharedFrames:
+    if not proto.frames:
+        raise _malformed("shared without frames")
+    return SharedFrames(
+        tuple(SharedFrame(each.header, each.offset, each.size, _digest("shared", each.digest)) for each in proto.frames)
     )
 
 

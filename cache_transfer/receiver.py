@@ -24,27 +24,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cache_transfer import digests
 from cache_transfer.allocator import keep_freed_frames
-from cache_transfer.checks import accept_frame, check_commit, check_logits
-from cache_transfer.codec import Coverage
+from cache_transfer.checks import check_logits
 from cache_transfer.contract import WorkerContract
+from cache_transfer.intake import Intake
 from cache_transfer.messages import (
     MAX_PAYLOAD_BYTES,
     Ack,
     Commit,
     Frame,
-    Grant,
     Logits,
     PushOpening,
     Request,
     Response,
+    SharedFrames,
+    SharedMemory,
 )
 from cache_transfer.pages import PageSink
 from cache_transfer.refusals import out_of_order, sender_gone, stale
 from cache_transfer.tickets import Claim, TicketBook
 from cache_transfer.waiting import Deadline, settle
-from cache_transfer.writers import Writers
 from pdserve.errors import Internal, PdserveError
 
 log = logging.getLogger(__name__)
@@ -66,6 +65,9 @@ class ReceiverSettings:
 
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     """Largest payload of one frame."""
+
+    shared_memory: bool = True
+    """Whether payloads are read from memory that a sender on this machine offers."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,18 @@ class ReceiverStream(Protocol):
 class _Attempt:
     claim: Claim
     deadline: Deadline
-    writers: Writers | None = None
+    book: TicketBook
+    offer: SharedMemory | None  # of the sender's memory
+    intake: Intake | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def may_write(self) -> None:
+        self.deadline.check()
+        if not self.book.is_current(self.claim.handoff_id, self.claim.attempt):
+            raise stale("this attempt is no longer current")
+
+    def on_error(self, error: PdserveError) -> None:
+        self.deadline.interrupt(error)
 
 
 class Receiver:
@@ -143,8 +155,11 @@ class Receiver:
         """Serves one stream to its end. Raises the error that its sender must see."""
         self.active += 1
         try:
-            claim = self._book.claim(await self._read_opening(stream), self._contract)
-            report = await self._run_attempt(stream, _Attempt(claim, Deadline(self._settings.handoff_timeout_s)))
+            opening = await self._read_opening(stream)
+            claim = self._book.claim(opening, self._contract)
+            offer = opening.shared if self._settings.shared_memory else None
+            attempt = _Attempt(claim, Deadline(self._settings.handoff_timeout_s), self._book, offer)
+            report = await self._run_attempt(stream, attempt)
             async with Deadline(self._settings.idle_timeout_s) as deadline:
                 deadline.extend(self._settings.idle_timeout_s, "the sender to take the acknowledgement")
                 await stream.write(Ack(report.frames, report.payload_bytes))
@@ -182,7 +197,7 @@ class Receiver:
         try:
             async with attempt.deadline:
                 logits, report = await self._take(stream, attempt)
-                self._check_current(attempt)  # no await between this and `verified`
+                attempt.may_write()  # no await between this and `verified`
                 self._host.verified(claim, logits, report)
                 error = None
             return report
@@ -197,8 +212,8 @@ class Receiver:
 
     async def _end_attempt(self, attempt: _Attempt, error: PdserveError | None) -> None:
         try:
-            if attempt.writers is not None:
-                await attempt.writers.drain()
+            if attempt.intake is not None:
+                await attempt.intake.drain()
         finally:
             self._forget(attempt)
             if error is not None:
@@ -218,23 +233,19 @@ class Receiver:
         reading = asyncio.ensure_future(stream.read())
         try:
             sink = await self._wait_for_pages(attempt, reading)
-            self._check_current(attempt)
+            attempt.may_write()
             granted_at = time.monotonic()
-            attempt.writers = Writers(
-                self._executor, sink, claim.secret, lambda: self._check_current(attempt), deadline.interrupt
-            )
             limit = self._settings.max_payload_bytes
-            coverage = Coverage(self._contract, claim.start, claim.end, limit, claim.kv_dtype)
-            manifest = digests.Manifest(claim.secret, claim.identity)
-            await stream.write(Grant(claim.start, claim.end, limit))
+            intake = attempt.intake = Intake(
+                self._executor, sink, claim, self._contract, limit, attempt.offer, attempt, stream.write
+            )
+            await stream.write(intake.grant)
             message = await self._next(stream, deadline, "a frame", reading)
         finally:
             reading.cancel()
             await settle((reading,))
-        while isinstance(message, Frame):
-            header = accept_frame(message, coverage, claim.secret)
-            manifest.add(message.digest, len(message.payload))
-            await attempt.writers.put(header, message)
+        while isinstance(message, (Frame, SharedFrames)):
+            await intake.take(message)
             message = await self._next(stream, deadline, "a frame")
         if not isinstance(message, Logits):
             raise out_of_order(message, "frame or logits")
@@ -242,8 +253,8 @@ class Receiver:
         commit = await self._next(stream, deadline, "the commit")
         if not isinstance(commit, Commit):
             raise out_of_order(commit, "commit")
-        await attempt.writers.finish()  # a byte that did not verify is the more telling error
-        check_commit(commit, claim, coverage, manifest, message)
+        await intake.finish(message, commit)
+        manifest = intake.manifest
         report = ReceiveReport(manifest.frames, manifest.payload_bytes, time.monotonic() - granted_at)
         return ReceivedLogits(message.dtype, message.data, message.position), report
 
@@ -273,11 +284,6 @@ class Receiver:
     ) -> Request | None:
         deadline.extend(self._settings.idle_timeout_s, what)
         return await (begun or stream.read())
-
-    def _check_current(self, attempt: _Attempt) -> None:
-        attempt.deadline.check()
-        if not self._book.is_current(attempt.claim.handoff_id, attempt.claim.attempt):
-            raise stale("this attempt is no longer current")
 
     def _forget(self, attempt: _Attempt) -> None:
         running = self._attempts[attempt.claim.handoff_id]

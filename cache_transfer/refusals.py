@@ -1,8 +1,8 @@
-"""Errors by which a receiver ends a stream: what was wrong with it, and what its sender can do."""
+"""Errors by which a receiver ends a stream, and what its sender makes of them."""
 
 from __future__ import annotations
 
-from cache_transfer.messages import Request
+from cache_transfer.messages import Request, Response
 from pdserve.errors import Cancelled, DataLoss, Fenced, InvalidRequest, PdserveError
 
 
@@ -34,3 +34,23 @@ def sender_gone() -> Cancelled:
         field="push",
         remedy="see the prefill worker's log; the handoff may be tried again with a new ticket",
     )
+
+
+def honest(error: PdserveError) -> PdserveError:
+    """What a receiver's refusal means for a sender that follows the protocol.
+
+    Where it read nonsense, or a proof that does not fit, bytes have changed on the way: no fault of
+    whoever asked for the handoff, and another attempt may bring them whole.
+    """
+    if not isinstance(error, InvalidRequest) and error.reason != "PROOF":
+        return error
+    return DataLoss(
+        f"the receiver did not get what was sent: {error.message}",
+        reason=error.reason,
+        field=error.field,
+        remedy="send the cache again with a new ticket",
+    )
+
+
+def unexpected(message: Response | None, expected: str) -> DataLoss:
+    return DataLoss(f"the receiver answered {message}, expected was {expected}", reason="UNEXPECTED_ANSWER")

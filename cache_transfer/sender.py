@@ -6,15 +6,16 @@
                   worker threads are drained, then `run` raises
 
 Queue: announced ranges (outbox.py). Producer: the engine thread. Consumer: `run`. Frames are read,
-hashed and encoded in worker threads, at most `_JOBS` batches of `_BATCH_BYTES` ahead of the stream.
+hashed and encoded in worker threads, one batch of `_BATCH_BYTES` ahead of the stream: more would leave
+the processor's caches before it is sent. With shared memory (shared.py) a batch is one message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -31,17 +32,25 @@ from cache_transfer.messages import (
     Grant,
     Logits,
     PackedFrame,
-    Response,
+    Release,
+    SharedFrame,
+    SharedFrames,
+    SharedMemory,
 )
 from cache_transfer.opening import make_opening
 from cache_transfer.outbox import Outbox
-from cache_transfer.pages import DirectSource, KVSource, Range
+from cache_transfer.packing import copy_payload
+from cache_transfer.pages import KVSource, Range
+from cache_transfer.refusals import honest, unexpected
+from cache_transfer.shared import Ring, make_ring, on_this_machine
 from cache_transfer.transport import PushStream, Transport
 from cache_transfer.waiting import Deadline, settle
-from pdserve.errors import DataLoss, Internal, InvalidRequest, PdserveError
+from pdserve.errors import DataLoss, Internal, PdserveError
 
-_BATCH_BYTES = 4 << 20
-_JOBS = 2
+log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 1 << 20
+_SHARED_BATCH_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,8 @@ class HandoffSender:
         self._executor = executor
         self._range = (identity.end if logits_only else identity.start, identity.end)
         self._outbox = Outbox(contract, *self._range)
+        self._ring: Ring | None = None  # offered, and from the grant on: agreed
+        self._taken = self._released = 0  # frames that were begun, and those whose slots are free again
         self._manifest = Manifest(ticket.secret, identity)
         self._deadline = Deadline(deadline_s)
         self._changed = asyncio.Event()
@@ -132,9 +143,9 @@ class HandoffSender:
             try:
                 ack = await self._push(stream, reader)
             except PdserveError as error:
-                if (honest := _honest(error)) is error:
+                if (meant := honest(error)) is error:
                     raise
-                raise honest from error
+                raise meant from error
             finally:
                 await self._close(stream, reader)
         if (ack.frames, ack.payload_bytes) != (self._manifest.frames, self._manifest.payload_bytes):
@@ -143,8 +154,15 @@ class HandoffSender:
         return SendReport(ack.frames, ack.payload_bytes, sent_tokens, self._granted_at, time.monotonic())
 
     async def _push(self, stream: PushStream, reader: asyncio.Task[Ack]) -> Ack:
-        await stream.send(make_opening(self._ticket, self._identity, self._contract, logits_only=self._logits_only))
+        offer = self._offer_memory()
+        opening = make_opening(
+            self._ticket, self._identity, self._contract, logits_only=self._logits_only, shared=offer
+        )
+        await stream.send(opening)
         grant = await self._grant
+        if offer is not None and not grant.shared:
+            log.info("the receiver does not read shared memory: payloads go over the stream")
+            self._drop_ring()
         await self._send_frames(stream, min(self._max_payload_bytes, grant.max_payload_bytes))
         logits = await self._wait_for_logits()
         await stream.send(logits)
@@ -155,20 +173,34 @@ class HandoffSender:
         await stream.finish_sending()
         return await reader
 
+    def _offer_memory(self) -> SharedMemory | None:
+        if self._logits_only or not self._transport.shares_memory or not on_this_machine(self._ticket.endpoints):
+            return None
+        self._ring = make_ring(self._ticket.secret, self._outbox.largest(self._max_payload_bytes))
+        return None if self._ring is None else self._ring.offer
+
     async def _send_frames(self, stream: PushStream, max_payload_bytes: int) -> None:
-        packing: deque[asyncio.Future[list[PackedFrame]]] = deque()
+        packing: asyncio.Future[list[PackedFrame]] | None = None
         while True:
-            while len(packing) < _JOBS and (headers := self._outbox.take(_BATCH_BYTES, max_payload_bytes)):
-                packing.append(self._start_packing(headers))
-            if packing:
+            ahead = packing or self._start_packing(max_payload_bytes)
+            if ahead is not None:
                 # Shielded: cancelling the wait must not lose track of the thread.
-                for frame in await asyncio.shield(packing.popleft()):
-                    self._manifest.add(frame.digest, frame.payload_bytes)
-                    await stream.send(frame)
+                frames = await asyncio.shield(ahead)
+                packing = self._start_packing(max_payload_bytes)
+                await self._send_batch(stream, frames)
             elif self._outbox.done:
                 return
             else:
                 await self._next_change()
+
+    async def _send_batch(self, stream: PushStream, frames: list[PackedFrame]) -> None:
+        for frame in frames:
+            self._manifest.add(frame.digest, frame.payload_bytes)
+        if self._ring is not None:
+            await stream.send(SharedFrames(tuple(each.data for each in frames if isinstance(each.data, SharedFrame))))
+            return
+        for frame in frames:
+            await stream.send(frame)
 
     async def _wait_for_logits(self) -> Logits:
         while self._logits is None:
@@ -179,7 +211,16 @@ class HandoffSender:
         await self._changed.wait()
         self._changed.clear()
 
-    def _start_packing(self, headers: list[FrameHeader]) -> asyncio.Future[list[PackedFrame]]:
+    def _start_packing(self, max_payload_bytes: int) -> asyncio.Future[list[PackedFrame]] | None:
+        """Begins the next batch; None: nothing is computed, or no slot is free."""
+        batch_bytes, frames = _BATCH_BYTES, _BATCH_BYTES
+        if self._ring is not None:
+            batch_bytes = _SHARED_BATCH_BYTES
+            frames = self._ring.slots - (self._taken - self._released)
+        headers = self._outbox.take(batch_bytes, max_payload_bytes, frames)
+        if not headers:
+            return None
+        self._taken += len(headers)
         job = self._loop.run_in_executor(self._executor, self._pack, headers)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
@@ -187,29 +228,37 @@ class HandoffSender:
 
     def _pack(self, headers: list[FrameHeader]) -> list[PackedFrame]:
         """Reads, hashes and encodes frames. Runs in a worker thread."""
+        pack = self._transport.pack if self._ring is None else self._ring.pack
         packed: list[PackedFrame] = []
         for header in headers:
             if self._stopped:
                 break
             size = payload_size(self._contract, header)
-            fill = partial(_fill, self._source, header)
-            packed.append(self._transport.pack(encode_header(header), size, fill, self._ticket.secret))
+            fill = partial(copy_payload, self._source, header)
+            packed.append(pack(encode_header(header), size, fill, self._ticket.secret))
         return packed
 
     async def _read_answers(self, stream: PushStream) -> Ack:
         grant = await stream.receive()
         if not isinstance(grant, Grant) or (grant.start, grant.end) != self._range:
-            raise _unexpected(grant, f"a grant for tokens {list(self._range)}")
+            raise unexpected(grant, f"a grant for tokens {list(self._range)}")
         self._granted_at = time.monotonic()
         if not self._grant.done():  # else `run` was cancelled
             self._grant.set_result(grant)
-        ack = await stream.receive()
+        while isinstance(ack := await stream.receive(), Release):
+            self._on_release(ack)
         if not isinstance(ack, Ack) or not self._committed:
-            raise _unexpected(ack, "an acknowledgement after the commit")
+            raise unexpected(ack, "an acknowledgement after the commit")
         end = await stream.receive()
         if end is not None:
-            raise _unexpected(end, "the end of the stream")
+            raise unexpected(end, "the end of the stream")
         return ack
+
+    def _on_release(self, release: Release) -> None:
+        if self._ring is None or not self._released <= release.frames <= self._manifest.frames:
+            raise unexpected(release, f"at most {self._manifest.frames} frames to be released")
+        self._released = release.frames
+        self._changed.set()
 
     async def _close(self, stream: PushStream, reader: asyncio.Task[Ack]) -> None:
         """Nothing of this handoff runs or reads the source after this."""
@@ -218,12 +267,18 @@ class HandoffSender:
         try:
             await settle((reader, *self._jobs))
         finally:
+            self._drop_ring()
             await stream.close()
+
+    def _drop_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
     def _on_reader_done(self, reader: asyncio.Task[Ack]) -> None:
         error = None if reader.cancelled() else reader.exception()
         if isinstance(error, PdserveError):
-            self._deadline.interrupt(_honest(error))
+            self._deadline.interrupt(honest(error))
         elif error is not None:
             self._deadline.interrupt(Internal(f"reading the receiver's answers failed: {error!r}"))
 
@@ -243,40 +298,3 @@ class HandoffSender:
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and `run` over with it
             self._loop.call_soon_threadsafe(callback, *args)
-
-
-def _fill(source: KVSource, header: FrameHeader, out: memoryview) -> None:
-    """Copies what the header names from the source to `out`."""
-    where = header.plane, header.layer, header.heads, header.tokens
-    if isinstance(source, DirectSource):
-        source.read_into(*where, out)
-        return
-    at = 0
-    for piece in source.read(*where):
-        end = at + piece.nbytes
-        if end > len(out):
-            raise Internal(f"the source gave more than {len(out)} bytes for {header}")
-        out[at:end] = piece.cast("B") if piece.c_contiguous else piece.tobytes()
-        at = end
-    if at != len(out):
-        raise Internal(f"the source gave {at} bytes instead of {len(out)} for {header}")
-
-
-def _honest(error: PdserveError) -> PdserveError:
-    """What a receiver's refusal means for a sender that follows the protocol.
-
-    Where it read nonsense, or a proof that does not fit, bytes have changed on the way: no fault of
-    whoever asked for the handoff, and another attempt may bring them whole.
-    """
-    if not isinstance(error, InvalidRequest) and error.reason != "PROOF":
-        return error
-    return DataLoss(
-        f"the receiver did not get what was sent: {error.message}",
-        reason=error.reason,
-        field=error.field,
-        remedy="send the cache again with a new ticket",
-    )
-
-
-def _unexpected(message: Response | None, expected: str) -> DataLoss:
-    return DataLoss(f"the receiver answered {message}, expected was {expected}", reason="UNEXPECTED_ANSWER")

@@ -54,6 +54,8 @@ class _GrpcReceiverStream:
         return decode_request(data) if isinstance(data, bytes) else None
 
     async def write(self, message: Response) -> None:
+        if self._writing is not None and not self._writing.done():
+            await asyncio.wait((self._writing,))  # of a release that was given up half-way
         self._writing = asyncio.create_task(self._write(encode_response(message)))
         await asyncio.shield(self._writing)
 
@@ -62,10 +64,11 @@ class _GrpcReceiverStream:
 
     async def settle(self) -> None:
         """Waits for a write that nobody waits for any more; not for long, since its reader may be gone."""
-        if self._writing is None:
+        writing = self._writing
+        if writing is None:
             return
-        done, _ = await asyncio.wait((self._writing,), timeout=_SETTLE_S)
+        done, _ = await asyncio.wait((writing,), timeout=_SETTLE_S)
         if not done:
-            self._writing.cancel()
-        elif not self._writing.cancelled():
-            self._writing.exception()  # the call's end says it, too
+            writing.cancel()
+        elif not writing.cancelled():
+            writing.exception()  # the call's end says it, too

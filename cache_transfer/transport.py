@@ -49,6 +49,9 @@ class PushStream(Protocol):
 
 
 class Transport(Protocol):
+    shares_memory: bool
+    """Whether a receiver on this machine may read payloads from this process's memory, if both agree."""
+
     def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
         """A frame in the form that `send` takes. Called from worker threads.
 
@@ -66,12 +69,13 @@ class Transport(Protocol):
 class GrpcTransport:
     """Pushes over a channel of `pdserve.rpc.channel`. Belongs to that channel's event loop."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str = "") -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str = "", *, shares_memory: bool = False) -> None:
         """`address` is named in errors that the receiver did not write itself."""
         keep_freed_frames()
         # No serializers: bytes in, bytes out; push.py does both.
         self._push: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(PUSH_METHOD)
         self._address = address
+        self.shares_memory = shares_memory
 
     def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
         buffer = FrameBuffer(header, payload_bytes)

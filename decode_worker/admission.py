@@ -22,7 +22,8 @@ class DecodeRequest:
     output_ids: tuple[int, ...]  # sampled elsewhere: replayed
     forwarded_tokens: int  # of them, those the client already has: not sent again
     sampling: SamplingParams
-    prefill_contract: WorkerContract
+    prefill_contract: WorkerContract  # this worker's own for a prompt that is computed here
+    here: bool = False  # no handoff: this worker computes the prompt itself
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -72,8 +73,13 @@ def check_request(request: DecodeRequest, limits: Limits) -> Admission:
     check_endings(request.sampling, limits.eos_ids, vocab, limits.has_text)
     limit = output_limit(len(request.prompt_ids), request.sampling, limits)
     _check_output(request, limit, vocab)
+    cache_tokens = len(request.prompt_ids) + limit - 1
+    if request.here:
+        if limits.pages_for(cache_tokens) > limits.pages:
+            raise _too_small(len(request.prompt_ids), limit, limits, "prompt_ids")
+        return Admission(limit, cache_tokens, conversions)
     alone = limit - len(request.output_ids) <= 1  # the one token left needs logits only
-    return Admission(limit, 0 if alone else len(request.prompt_ids) + limit - 1, conversions)
+    return Admission(limit, 0 if alone else cache_tokens, conversions)
 
 
 def output_limit(prompt: int, sampling: SamplingParams, limits: Limits) -> int:
@@ -92,12 +98,7 @@ def output_limit(prompt: int, sampling: SamplingParams, limits: Limits) -> int:
             remedy=f"keep both together within {limits.context_limit} tokens",
         )
     if pool < (wanted or 1) and wanted != 1:
-        raise InvalidRequest(
-            f"{prompt} prompt tokens and {wanted or 1} of output are more than the page pool holds",
-            reason="POOL_TOO_SMALL",
-            field="prompt_ids" if pool < 1 else "max_tokens",
-            remedy=f"keep both together within {limits.pages * limits.page_size} tokens, or give the worker more pages",
-        )
+        raise _too_small(prompt, wanted or 1, limits, "prompt_ids" if pool < 1 else "max_tokens")
     limit = wanted or min(context, pool)
     if sampling.min_tokens > limit:
         raise InvalidRequest(
@@ -119,6 +120,23 @@ def expected_identity(request: DecodeRequest, contract: WorkerContract, held_tok
         start=held_tokens,
         end=len(request.ids),
     )
+
+
+def cache_tokens_here(request: DecodeRequest, limit: int, limits: Limits) -> int:
+    """Largest cache of a request whose handoff is given up, to compute its prompt here.
+
+    Raises Refused (POOL_TOO_SMALL): its logits alone would have needed no page, and so many there are not.
+    """
+    tokens = len(request.prompt_ids) + limit - 1
+    if limits.pages_for(tokens) > limits.pages:
+        raise Refused(
+            "this worker has too few pages to compute the prompt itself",
+            reason="POOL_TOO_SMALL",
+            field="prompt_ids",
+            remedy="send it to a prefill worker, or to a decode worker with more pages",
+            retryable=True,
+        )
+    return tokens
 
 
 def check_same_numerics(prefill_contract: WorkerContract, request: DecodeRequest) -> None:
@@ -147,6 +165,15 @@ def _check_output(request: DecodeRequest, limit: int, vocab: int) -> None:
     if request.sampling.logprobs is not None and request.forwarded_tokens < done:
         # Their logits are gone, and a token without the figures asked for would be a silent loss.
         raise _bad_output("forwarded_tokens", "output with logprobs can only be replayed as far as it was sent")
+
+
+def _too_small(prompt: int, output: int, limits: Limits, name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{prompt} prompt tokens and {output} of output are more than the page pool holds",
+        reason="POOL_TOO_SMALL",
+        field=name,
+        remedy=f"keep both together within {limits.pages * limits.page_size} tokens, or give the worker more pages",
+    )
 
 
 def _bad_output(name: str, problem: str) -> InvalidRequest:

@@ -6,6 +6,7 @@ text or endings exists once.
 An output ends by the first of these, checked in this order after each token:
     stop    the token is an end id (unless `ignore_eos`) or a stop id; its own text is not given out
     stop    a stop string completed; text is cut before it
+    stop    the output matches its grammar, and nothing can follow
     length  `limit` tokens were sampled
 Ends and stop strings count from token `min_tokens` on; before it ends are not sampled, and
 text passes the stop matcher by.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from decode_worker.grammar import Constraint, Grammars
 from decode_worker.sampling import Choice, Sampler
 from pdserve.errors import InvalidRequest
 from pdserve.request import SamplingParams
@@ -45,6 +47,17 @@ def check_endings(params: SamplingParams, eos_ids: Sequence[int], vocab_size: in
         )
 
 
+def start(params: SamplingParams, grammars: Grammars | None, ends: frozenset[int]) -> Constraint | None:
+    """Raises InvalidRequest where a grammar is asked for that cannot be followed."""
+    if params.grammar is None:
+        return None
+    if grammars is None:
+        raise InvalidRequest(
+            "grammars are not followed here", reason="INVALID_GRAMMAR", field="grammar", remedy="leave it out"
+        )
+    return grammars.start(params.grammar, ends)
+
+
 class Generation:
     """Mutable state of one output. Belongs to one thread at a time (see `Sampler`).
 
@@ -54,6 +67,9 @@ class Generation:
         limit: tokens after which the output ends, at least 1.
         eos_ids: the model's end ids.
         tokenizer: None: no text, only ids.
+        grammars: where `params.grammar` is compiled; may be None when there is none.
+
+    Raises InvalidRequest for a grammar that cannot be followed.
     """
 
     def __init__(
@@ -63,6 +79,7 @@ class Generation:
         limit: int,
         eos_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.params = params
         self.limit = limit
@@ -70,8 +87,13 @@ class Generation:
         self.finish: Finish | None = None
         self._prompt_tokens = len(prompt)
         self._ends = end_ids(params, eos_ids)
-        self.sampler = Sampler(params, prompt, self._ends)
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, continuation=True)
+        self._constraint = start(params, grammars, self._ends)
+        self.sampler = Sampler(params, prompt, self._ends, constraint=self._constraint)
+        self._detokenizer = (
+            None
+            if tokenizer is None
+            else IncrementalDetokenizer(tokenizer, continuation=True, special=not params.skip_special_tokens)
+        )
         self._matcher = StopMatcher(params.stop)
 
     def accept(self, choice: Choice) -> TokenBatch:
@@ -105,11 +127,12 @@ class Generation:
         if watching:
             result = self._matcher.push(text)
             text, matched = result.release, result.matched
-        if matched is None and len(self.output) >= self.limit:
-            text += self._flush()
-            self._end(LENGTH)
-        elif matched is not None:
+        whole = self._constraint is not None and self._constraint.complete
+        if matched is not None:
             self._end(STOP, stop_string=matched)
+        elif whole or len(self.output) >= self.limit:
+            text += self._flush()
+            self._end(STOP if whole else LENGTH)
         return text
 
     def _flush(self) -> bytes:

@@ -49,6 +49,7 @@ class Handoffs:
         self.book = TicketBook(incarnation, settings.ticket_ttl_s, (), clock)
         limits = ReceiverSettings(
             idle_timeout_s=settings.idle_s,
+            shared_memory=settings.shared_memory != "off",
             handoff_timeout_s=min(settings.handoff_s, settings.ticket_ttl_s + settings.receive_s),
         )
         self.receiver = Receiver(self.book, contract, self, limits)

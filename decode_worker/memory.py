@@ -72,7 +72,15 @@ class Memory:
         return not any(s.pages for s in self.waiting) and not any(s.pages for s in self.running)
 
     def grant(self, sequence: Sequence) -> bool:
-        """Pages for what arrives and its first growth; False, with nothing changed, if they do not fit."""
+        """Pages for what arrives and its first growth; False, with nothing changed, if they do not fit.
+
+        A prompt that is computed here takes what the prefix index has of it.
+        """
+        if sequence.here:
+            if not self._claim(sequence):
+                return False
+            sequence.work.found = sequence.cached
+            return True
         fresh = self._missing(sequence, sequence.held)
         if not self._fits(self.blocks.available_count - fresh):
             return False
@@ -100,7 +108,7 @@ class Memory:
         log.info("%s: preempted, %d tokens were cached", sequence.key, sequence.cached)
         self.publish(sequence)
         self.release(sequence)
-        sequence.cached = 0
+        sequence.reached, sequence.cached = max(sequence.reached, sequence.cached), 0
         sequence.move(State.PREEMPTED)
         self.preemptions += 1
 
@@ -133,6 +141,16 @@ class Memory:
         return [s for s in self.running if s.state is State.PREEMPTED and s.ready]
 
     def _take_back(self, sequence: Sequence) -> bool:
+        """Its pages again, and back to where it was; False, with nothing changed: no room."""
+        if not self._claim(sequence):
+            return False
+        if sequence.first is not None:
+            sequence.move(State.VERIFIED)
+        else:
+            sequence.move(State.PREFILLING if sequence.prefilling else State.DECODING)
+        return True
+
+    def _claim(self, sequence: Sequence) -> bool:
         """Finds what is left of its cache and takes room for the rest; False, with nothing changed: no room."""
         # Without first logits those of its last token must be computed.
         limit = sequence.length - (sequence.first is None)
@@ -143,7 +161,6 @@ class Memory:
         self.blocks.retain(sequence.key, found)
         sequence.pages = (*found, *self.blocks.allocate(sequence.key, fresh))
         sequence.cached = tokens
-        sequence.move(State.DECODING if sequence.first is None else State.VERIFIED)
         return True
 
     def _victim(self, sequence: Sequence) -> Sequence | None:

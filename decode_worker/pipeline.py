@@ -2,6 +2,7 @@
 
     Decode/Generate --> submit(): check, pin, ticket --> waiting
     Transfer/Push   --> Receiver --> Handoffs: grant, verified --> running
+    no handoff      --> compute_here: pages -------------------------+
                                                                      |
                         loop: plan, engine step and sampler, apply --+--> the sequence's stream --> Generate
 
@@ -19,11 +20,20 @@ import time
 from collections.abc import Sequence as Series
 
 from cache_transfer.contract import Ticket, WorkerContract, cache_identity, check_compatible
-from decode_worker.admission import Admission, DecodeRequest, Limits, check_request, check_same_numerics
+from decode_worker.admission import (
+    Admission,
+    DecodeRequest,
+    Limits,
+    cache_tokens_here,
+    check_request,
+    check_same_numerics,
+)
 from decode_worker.generation import Generation
+from decode_worker.grammar import Grammars
 from decode_worker.handoffs import Handoffs
+from decode_worker.prompts import Prompts
 from decode_worker.scheduler import Scheduler
-from decode_worker.sequence import EXITS, HANDOFF, Outcome, Sequence, State
+from decode_worker.sequence import EXITS, Outcome, Sequence, State
 from decode_worker.settings import DecodeSettings
 from decode_worker.step import DecodePlan, step_and_sample
 from decode_worker.stream import EventStream
@@ -31,8 +41,10 @@ from pdserve.engine.blocks import BlockManager, Prefix
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import StepCounters
 from pdserve.engine.runner import EngineThread
-from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Unavailable
+from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Refused, Unavailable
+from pdserve.request import Grammar
 from pdserve.rpc.background import Background
+from pdserve.rpc.events import Prefilled
 from pdserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -58,6 +70,7 @@ class Pipeline:
             settings.max_batch,
             settings.growth_watermark,
             settings.recompute_tokens,
+            Prompts(settings.chunk_tokens, settings.step_ms / 1000),
             on_exit=self._on_exit,
         )
         self._wake = asyncio.Event()  # there may be something to plan
@@ -75,6 +88,7 @@ class Pipeline:
         self._thread = thread
         self._background = background
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, limits.contract.vocab_size)
         self._count = 0  # requests ever submitted
 
     @property
@@ -85,8 +99,15 @@ class Pipeline:
     def count(self) -> int:
         return len(self.sequences)
 
+    async def prepare(self, grammar: Grammar) -> None:
+        """Compiles it off the loop, so that `submit` finds it. Raises InvalidRequest (INVALID_GRAMMAR)."""
+        grammar.check()
+        if not self._grammars.has(grammar):
+            await asyncio.to_thread(self._grammars.prepare, grammar)
+
     def submit(self, request: DecodeRequest, deadline_s: float = math.inf) -> tuple[Sequence, Admission, Ticket | None]:
-        """Checks a request and lets it wait for its cache. No ticket: replaying its output already ended it.
+        """Checks a request and lets it wait for its cache. No ticket: its prompt is computed here, or replaying its
+        output already ended it.
 
         Args:
             deadline_s: what the caller's own deadline leaves; `generate_s` bounds it.
@@ -96,7 +117,12 @@ class Pipeline:
         admission = check_request(request, self._limits)
         self._count += 1
         generation = Generation(
-            request.prompt_ids, request.sampling, admission.limit, self._limits.eos_ids, self._tokenizer
+            request.prompt_ids,
+            request.sampling,
+            admission.limit,
+            self._limits.eos_ids,
+            self._tokenizer,
+            self._grammars,
         )
         sequence = Sequence(
             key=f"{request.request_id}#{self._count}",
@@ -118,20 +144,46 @@ class Pipeline:
             sequence.move(State.DONE)
             sequence.stream.put(generation.finish)
             return sequence, admission, None
+        sequence.here = request.here
         self.scheduler.submit(sequence)
         self.quiet.clear()
+        if request.here:
+            self._compute_here(sequence, admission.cache_tokens)
+            return sequence, admission, None
         return sequence, admission, self.handoffs.open(sequence)
 
     async def retry(self, sequence: Sequence, prefill_contract: WorkerContract) -> None:
         """Puts the next attempt's ticket on the stream, unless the cache is complete already.
 
-        Raises Incompatible naming the field, Refused when the request is over.
+        Raises Incompatible naming the field, Refused when the request is over or has no handoff.
         """
+        if sequence.here:
+            raise Refused("this worker computes the prompt itself", reason="NO_HANDOFF", remedy="wait for its tokens")
         check_compatible(prefill_contract, self._limits.contract)
         check_same_numerics(prefill_contract, sequence.request)
         ticket = await self.handoffs.retry(sequence)
         if ticket is not None:
             sequence.stream.put(ticket)
+
+    async def compute_here(self, sequence: Sequence) -> None:
+        """Gives the handoff up and computes the prompt here, unless the cache is complete already.
+
+        Raises Refused: NUMERICS_CHANGED, POOL_TOO_SMALL.
+        """
+        if not sequence.awaits_handoff:
+            return
+        check_same_numerics(self._limits.contract, sequence.request)
+        cache_tokens = cache_tokens_here(sequence.request, sequence.generation.limit, self._limits)
+        await self.handoffs.close(sequence)
+        if sequence.ending is None and sequence.awaits_handoff:
+            self.scheduler.ungrant(sequence)
+            self._compute_here(sequence, cache_tokens)
+
+    def _compute_here(self, sequence: Sequence, cache_tokens: int) -> None:
+        """Its writers have drained, if there ever were any."""
+        sequence.work.asked_at = time.monotonic()
+        sequence.arrives_by, sequence.deadline = math.inf, sequence.ends_at
+        self.scheduler.compute_here(sequence, cache_tokens, begun=self._wake.set)
 
     def end(self, sequence: Sequence, state: State, error: PdserveError) -> None:
         """Ends a sequence early, once nothing writes its pages. The first reason counts; idempotent."""
@@ -139,7 +191,7 @@ class Pipeline:
             return
         sequence.ending = (state, error)
         sequence.stream.fail(error)  # what follows may take long: a step can hang
-        if sequence.state in HANDOFF:
+        if sequence.awaits_handoff:
             self.handoffs.forget(sequence)
             self._background.spawn(self._drain(sequence, state, error), f"end of {sequence.key}")
         elif not sequence.stepping:  # else `_step` sees to it when the step is over
@@ -173,6 +225,9 @@ class Pipeline:
 
     async def _step(self, plan: DecodePlan) -> None:
         began = time.monotonic()
+        prefilling = [s for s in self.scheduler.running if s.stepping and s.prefilling]
+        for sequence in prefilling:
+            sequence.work.began_at = sequence.work.began_at or began
         try:
             output = await self._thread.run(step_and_sample, self._engine, plan)
         except PdserveError as error:
@@ -184,6 +239,12 @@ class Pipeline:
             self.scheduler.abandon(plan, Internal("the engine failed", remedy="see the worker's log"))
             return
         self.counters += output.counters
+        ended = time.monotonic()
+        if plan.step.chunks:
+            self.scheduler.prompts.cost.observe([(c.start, len(c.ids)) for c in plan.step.chunks], ended - began)
+        for sequence in prefilling:
+            if sequence.key in output.choices:  # its token follows
+                sequence.stream.put(prefilled(sequence, plan, ended))
         try:
             given = self.scheduler.apply(plan, output)
         except Exception:  # the loop dies of it; the step is over all the same, so nothing may wait for it
@@ -201,6 +262,19 @@ class Pipeline:
         if self.scheduler.idle:
             self.quiet.set()
         self._wake.set()
+
+
+def prefilled(sequence: Sequence, plan: DecodePlan, now: float) -> Prefilled:
+    """The account of a prompt whose last chunk is in `plan`, which has run but is not booked yet."""
+    work = sequence.work
+    last = next(len(chunk.ids) for chunk in plan.step.chunks if chunk.key == sequence.key)
+    return Prefilled(
+        computed_tokens=work.computed + last,
+        cached_tokens=work.found,
+        queued_ms=1000 * (work.began_at - work.asked_at),
+        prefill_ms=1000 * (now - work.began_at),
+        chunks=work.chunks + 1,
+    )
 
 
 def _expired(sequence: Sequence, now: float) -> DeadlineExceeded:

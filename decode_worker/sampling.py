@@ -1,8 +1,8 @@
 """How an output token is chosen from raw logits: the only sampler of the system.
 
 Token 0 (whose logits came with the handoff) and token 100 take the same path. All arithmetic
-is float64 on the host. Filters apply in this order: bias, penalties, temperature, min-p,
-top-k, top-p; ids that may not appear yet (`min_tokens`) are removed before the first filter.
+is float64 on the host. Filters apply in this order: grammar, bias, penalties, temperature, min-p,
+top-k, top-p; ids that may not appear yet (`min_tokens`) are removed with those that the grammar forbids.
 
 Randomness is counter based: the noise of one token id is a hash of (seed, choice, output
 index, id), so a draw depends on nothing else - not on the batch, the worker or what was
@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from decode_worker.grammar import Constraint
 from pdserve.errors import Internal, PdserveError
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import PositionLogprobs, TokenLogprob
@@ -57,12 +58,19 @@ class Sampler:
         prompt: token ids that the repetition penalty covers besides the output.
         ends: ids that end the output, and so are not drawn before `min_tokens`.
         choice: index of this output among several of one request.
+        constraint: where the output stands in its grammar, if it has one.
     """
 
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int], ends: frozenset[int] = frozenset(), choice: int = 0
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        ends: frozenset[int] = frozenset(),
+        choice: int = 0,
+        constraint: Constraint | None = None,
     ) -> None:
         self.params = params
+        self.constraint = constraint
         self.index = 0  # of the next token
         self._choice = choice
         self._ends = np.fromiter(sorted(ends), np.int64)
@@ -75,7 +83,8 @@ class Sampler:
         """The next choice is the argmax of the raw logits and nothing else is asked for."""
         p = self.params
         shaped = p.logit_bias or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
-        return p.temperature == 0 and not shaped and p.logprobs is None and not self._ends_banned
+        free = self.constraint is None and not self._ends_banned
+        return p.temperature == 0 and not shaped and p.logprobs is None and free
 
     def choose(self, logits: Floats) -> Choice:
         """The next token from raw logits [vocab]; raises Internal when they hold NaN or no finite score."""
@@ -90,8 +99,10 @@ class Sampler:
         return Choice(token, None if p.logprobs is None else raw_logprobs(logits, token, p.logprobs))
 
     def record(self, token: int) -> None:
-        """Notes that `token` is the output's next one. Mutates the penalties' counts and the index."""
+        """Notes that `token` is the output's next one. Mutates the penalties' counts, the index, the constraint."""
         self.index += 1
+        if self.constraint is not None:
+            self.constraint.advance(token)
         self._counts[token] = self._counts.get(token, 0) + 1
         if self.params.repetition_penalty != 1.0:
             self._seen.add(token)
@@ -100,6 +111,8 @@ class Sampler:
         """A copy of [vocab] logits with banned ids at -inf, then bias, then penalties."""
         p = self.params
         scores = logits.astype(np.float64, copy=True)
+        if self.constraint is not None:
+            scores[~self.constraint.allowed()] = -math.inf
         if self._ends_banned:
             scores[self._ends] = -math.inf
         ids, bias = self._bias

@@ -2,33 +2,37 @@
 
 Queues:
     waiting   producer: Generate handlers (submit); consumer: grants and expiry; bound: max_queue
-    grants    producer: open pushes (Handoffs.grant); consumer: pump, first in first out; bound: part of `waiting`
-    running   producer: verified handoffs (join); consumer: plan, oldest first, preempted ones included;
-              bound: the page pool (nobody joins while one that was preempted lacks pages) and, for
+    grants    producer: open pushes (Handoffs.grant), prompts that are computed here (compute_here); consumer: pump,
+              first in first out; bound: part of `waiting`
+    running   producer: verified handoffs (join), prompts with pages (begin); consumer: plan, oldest first, preempted
+              ones included; bound: the page pool (nobody joins while one that was preempted lacks pages) and, for
               sequences that need none, max_queue (they count as waiting until their first step)
 
-A grant takes pages for what arrives and the first growth; growth, preemption and who goes first
-are memory.py's. Pages that a running step writes come back only after it.
+A step has the tokens of the streams, then what preempted sequences compute again, then prompts (prompts.py). A
+grant takes pages for what arrives and the first growth; growth, preemption and who goes first are memory.py's.
+Pages that a running step writes come back only after it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from decode_worker.memory import Memory
+from decode_worker.prompts import Prompts
 from decode_worker.sequence import EXITS, HANDOFF, Outcome, Sequence, State
 from decode_worker.step import DecodeOutput, DecodePlan
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.plan import Chunk, StepPlan
+from pdserve.engine.rate import Span
 from pdserve.errors import Exhausted, PdserveError
 from pdserve.rpc.events import Finish
 
 
 @dataclass(eq=False)
 class GrantRequest:
-    """An open push that waits for pages; `granted` is called once, on the event loop."""
+    """An open push, or a prompt to compute, that waits for pages; `granted` is called once, on the event loop."""
 
     sequence: Sequence
     granted: Callable[[], None]
@@ -43,9 +47,10 @@ class Scheduler:
     Args:
         blocks: page bookkeeping; this object is its only user.
         max_queue: requests that may wait for their cache.
-        max_batch: sequences of one step.
+        max_batch: sequences of one step, prompts not counted.
         growth_watermark: share of the pool that must stay available after a grant.
         recompute_tokens: tokens that one step may compute again, over all sequences.
+        prompts: how much of a step goes to prompts that are computed here.
         on_exit: told of every sequence that left, after its pages went back.
     """
 
@@ -54,6 +59,7 @@ class Scheduler:
     max_batch: int
     growth_watermark: float = 0.0
     recompute_tokens: int = 256
+    prompts: Prompts = field(default_factory=lambda: Prompts(256, 0.0))
     on_exit: Callable[[Sequence, Outcome], None] = lambda sequence, outcome: None
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
@@ -80,9 +86,28 @@ class Scheduler:
                 reason="QUEUE_FULL",
                 remedy="send it to another decode worker, or wait",
             )
-        if not sequence.logits_only:
+        if not sequence.logits_only and not sequence.here:  # what is computed here looks for it when it begins
             self._memory.pin(sequence)
         self.waiting.append(sequence)
+
+    def compute_here(self, sequence: Sequence, cache_tokens: int, begun: Callable[[], None]) -> None:
+        """No handoff for a sequence that waits and that nobody writes: it computes its prompt once it has pages.
+
+        Args:
+            cache_tokens: the largest cache it will need.
+            begun: called once, maybe at once.
+        """
+        self._memory.release(sequence)  # a pin, which the claim of its pages finds again
+        sequence.here, sequence.prefilling = True, True
+        sequence.cache_tokens, sequence.cached = cache_tokens, 0
+
+        def begin() -> None:
+            sequence.move(State.PREFILLING)
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            begun()
+
+        self.request_grant(sequence, begin)
 
     def request_grant(self, sequence: Sequence, granted: Callable[[], None]) -> GrantRequest:
         """Queues an open push for pages; `granted` may be called at once."""
@@ -110,7 +135,8 @@ class Scheduler:
                 return
             if memory.grant(request.sequence):
                 self.grants.remove(request)
-                request.sequence.move(State.GRANTED)
+                if not request.sequence.here:
+                    request.sequence.move(State.GRANTED)
                 request.granted()
             elif not alone:
                 return
@@ -138,55 +164,71 @@ class Scheduler:
         memory = self._memory
         memory.resume()
         memory.stuck = False
-        chunks: dict[str, Chunk] = {}
-        planned: list[Sequence] = []
-        budget = self.recompute_tokens
-        for sequence in tuple(self.running):
-            if len(planned) == self.max_batch:
-                break
-            # One that an older sequence preempted just now is no longer what it was when the loop began.
-            if not sequence.ready or sequence.state is State.PREEMPTED:
-                continue
-            if sequence.first is None:
-                missing = sequence.length - sequence.cached
-                take = 1 if missing == 1 else min(missing, budget)
-                if not take:
-                    continue  # others compute again in this step
-                if not memory.grow(sequence, sequence.cached + take):
-                    memory.stuck = True
-                    continue
-                budget -= take if missing > 1 else 0
-                chunks[sequence.key] = self._chunk(sequence, take)
-            planned.append(sequence)
-            sequence.stepping = True
-        if not planned and memory.resume():
+        takes: dict[Sequence, int] = {}  # tokens of the chunk; 0: its first logits are here
+        self._take_streams(takes)
+        self._take_prompts(takes)
+        if not takes and memory.resume():
             return self.plan()  # one that stepped back found what it needs among the pins
+        chunks = {sequence.key: self._chunk(sequence, take) for sequence, take in takes.items() if take}
         self.pump()
         return DecodePlan(
             step=StepPlan(tuple(chunks.values())),
-            first={s.key: s.first for s in planned if s.first is not None},
+            first={s.key: s.first for s in takes if s.first is not None},
             samplers={
-                s.key: s.generation.sampler for s in planned if s.key not in chunks or chunks[s.key].logits == "last"
+                s.key: s.generation.sampler for s in takes if s.key not in chunks or chunks[s.key].logits == "last"
             },
         )
+
+    def _take_streams(self, takes: dict[Sequence, int]) -> None:
+        """Whoever decodes, or computes again what it lost."""
+        budget = self.recompute_tokens
+        for sequence in tuple(self.running):
+            if len(takes) == self.max_batch:
+                return
+            # One that an older sequence preempted just now is no longer what it was when the loop began.
+            if not sequence.ready or sequence.state in (State.PREEMPTED, State.PREFILLING):
+                continue
+            take = 0
+            if sequence.first is None:
+                missing = sequence.remaining
+                take = 1 if missing == 1 else min(missing, budget)
+                if not take:
+                    continue  # others compute again in this step
+                if not self._grown(sequence, take):
+                    continue
+                budget -= take if missing > 1 else 0
+            takes[sequence] = take
+            sequence.stepping = True
+
+    def _take_prompts(self, takes: dict[Sequence, int]) -> None:
+        """Parts of prompts, beside what `takes` has."""
+        beside = spans(takes)
+        streams = any(sequence.first is not None or sequence.remaining == 1 for sequence in takes)
+        prompts = [s for s in self.running if s.state is State.PREFILLING and s.ready]
+        for sequence, take in self.prompts.share(prompts, beside, streams):
+            # One of them may have lost its pages to another.
+            if sequence.state is State.PREFILLING and self._grown(sequence, take):
+                takes[sequence] = take
+                sequence.stepping = True
+
+    def _grown(self, sequence: Sequence, take: int) -> bool:
+        grown = self._memory.grow(sequence, sequence.cached + take)
+        self._memory.stuck |= not grown
+        return grown
 
     def apply(self, plan: DecodePlan, output: DecodeOutput) -> int:
         """Books a step that has run: tokens to their streams, ended sequences out. Returns tokens given out."""
         given = 0
         ran = {chunk.key: len(chunk.ids) for chunk in plan.step.chunks}
         for sequence in self._stepped(plan):
-            tokens = ran.get(sequence.key, 0)
-            self.recomputed_tokens += min(tokens, max(0, sequence.length - 1 - sequence.cached))
-            sequence.cached += tokens
+            self._ran(sequence, ran.get(sequence.key, 0))
             choice = output.choices.get(sequence.key)
             if sequence.ending is not None:
                 self.leave(sequence, *sequence.ending)
             elif isinstance(choice, PdserveError):
                 self.leave(sequence, State.FAILED, choice)
             elif choice is not None:
-                sequence.first = None
-                if sequence.state is State.VERIFIED:
-                    sequence.move(State.DECODING)
+                self._started(sequence)
                 sequence.stream.put(sequence.generation.accept(choice))
                 given += 1
                 if sequence.generation.finish is not None:
@@ -214,6 +256,34 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
+
+    @property
+    def beside(self) -> list[Span]:
+        """What the streams that run now have in each step."""
+        return [(s.cached, 1) for s in self.running if s.state in (State.VERIFIED, State.DECODING) and s.ready]
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """Whose prompts are to be computed here, or are being computed."""
+        return [s for s in (*self.running, *self.waiting) if s.prefilling and s.ending is None]
+
+    def _ran(self, sequence: Sequence, tokens: int) -> None:
+        """Books the chunk of a step."""
+        self.recomputed_tokens += min(tokens, max(0, sequence.reached - sequence.cached))
+        sequence.cached += tokens
+        if sequence.prefilling:
+            self.prompts.computed += tokens
+            sequence.work.computed += tokens
+            sequence.work.chunks += 1
+
+    def _started(self, sequence: Sequence) -> None:
+        """A token was sampled."""
+        sequence.first = None
+        if sequence.prefilling:
+            sequence.prefilling = False
+            self._memory.publish(sequence)
+        if sequence.state in (State.VERIFIED, State.PREFILLING):
+            sequence.move(State.DECODING)
 
     def _leave(self, sequence: Sequence, outcome: Outcome) -> None:
         if sequence.state in EXITS:
@@ -244,3 +314,8 @@ class Scheduler:
             pages=sequence.pages[: self.blocks.pages_for(end)],
             logits="last" if end == sequence.length else "none",
         )
+
+
+def spans(takes: Mapping[Sequence, int]) -> list[Span]:
+    """What a step of these chunks has to compute."""
+    return [(sequence.cached, take) for sequence, take in takes.items() if take]

@@ -2,24 +2,28 @@
 
     submit()    pages granted    first frame   all verified    first token   last token
       |  WAITING ------> GRANTED -----> RECEIVING ----> VERIFIED -----> DECODING -----> DONE
-      |    |  ^            |              |  |            |  ^            |  ^
-      |    |  +------------+--------------+  |            v  |            v  |
-      |    |   attempt over: pages go back,  |           PREEMPTED: no page; back to where it was
-      |    |   a retry gets a new ticket     |           once it has pages again, then recomputes
+      |    | |^            |              |  |            |  ^            |  ^
+      |    | |+------------+--------------+  |            v  |            v  |
+      |    | | attempt over: pages go back,  |           PREEMPTED: no page; back to where it was
+      |    | | a retry gets a new ticket     |           once it has pages again, then recomputes
+      |    | |                               |              v  ^
+      |    | +- pages, no handoff: its prompt is computed - PREFILLING --- first token --> DECODING
       |    v                                 v
       |  EXPIRED  ticket, receipt, reader or the whole request took too long
       |  ABORTED  the caller closed the stream, or the worker drains          from every state
       |  FAILED   engine or sampler fault
       +> REFUSED  never waited: invalid, incompatible, queue full
 
-A request that wants one token goes from WAITING to VERIFIED with logits only and no page.
+A request that wants one token goes from WAITING to VERIFIED with logits only and no page, unless its
+prompt is computed here. That (`here`) is what its caller asked for, or asks for instead of another attempt.
 
 A sequence that was preempted keeps its stream, sampler, text and stop state, and the first
 logits if no token was sampled from them. What its pages held is found in the prefix index or
 computed again: while more than one of its tokens is not cached, it recomputes.
 
 Who holds its pages, by owner name in the BlockManager:
-    <key>        from the grant to the end of the attempt or of the sequence, or to preemption
+    <key>        from the grant to the end of the attempt or of the sequence, or to preemption; of a prompt
+                 that is computed here, with the prefix found then
     <key>/pin    the prefix this worker already held, from admission to the end, or to preemption
 """
 
@@ -45,6 +49,7 @@ class State(StrEnum):
     GRANTED = "granted"
     RECEIVING = "receiving"
     VERIFIED = "verified"
+    PREFILLING = "prefilling"
     DECODING = "decoding"
     PREEMPTED = "preempted"
     DONE = "done"
@@ -56,16 +61,17 @@ class State(StrEnum):
 
 EXITS = frozenset({State.DONE, State.REFUSED, State.EXPIRED, State.ABORTED, State.FAILED})
 HANDOFF = frozenset({State.WAITING, State.GRANTED, State.RECEIVING})  # the cache is not complete yet
-RUNNING = frozenset({State.VERIFIED, State.DECODING, State.PREEMPTED})
+RUNNING = frozenset({State.VERIFIED, State.PREFILLING, State.DECODING, State.PREEMPTED})
 
 _FAULTS = frozenset({State.EXPIRED, State.ABORTED, State.FAILED})
 _NEXT = {
-    State.WAITING: frozenset({State.GRANTED, State.VERIFIED, State.REFUSED, State.DONE}) | _FAULTS,
+    State.WAITING: frozenset({State.GRANTED, State.VERIFIED, State.PREFILLING, State.REFUSED, State.DONE}) | _FAULTS,
     State.GRANTED: frozenset({State.WAITING, State.RECEIVING, State.VERIFIED}) | _FAULTS,
     State.RECEIVING: frozenset({State.WAITING, State.VERIFIED}) | _FAULTS,
     State.VERIFIED: frozenset({State.DECODING, State.PREEMPTED, State.DONE}) | _FAULTS,
+    State.PREFILLING: frozenset({State.DECODING, State.PREEMPTED, State.DONE}) | _FAULTS,
     State.DECODING: frozenset({State.PREEMPTED, State.DONE}) | _FAULTS,
-    State.PREEMPTED: frozenset({State.VERIFIED, State.DECODING}) | _FAULTS,
+    State.PREEMPTED: frozenset({State.VERIFIED, State.PREFILLING, State.DECODING}) | _FAULTS,
 }
 
 
@@ -75,6 +81,17 @@ class FirstLogits:
 
     dtype: str  # fp32 | float64
     data: bytes  # [vocab], little endian
+
+
+@dataclass
+class Work:
+    """What the prompt of a sequence cost that computes it here. Times are monotonic seconds, 0: not yet."""
+
+    asked_at: float = 0.0
+    began_at: float = 0.0  # its first chunk
+    computed: int = 0  # tokens
+    found: int = 0  # tokens, in the prefix index
+    chunks: int = 0
 
 
 @dataclass(eq=False)
@@ -101,6 +118,10 @@ class Sequence:
     stepping: bool = False  # part of the step that runs now
     ending: tuple[State, PdserveError] | None = None  # told to end; waits for step or writers
     attempt_error: PdserveError | None = None  # why the last attempt failed, if it did
+    here: bool = False  # no handoff: its prompt is computed here
+    prefilling: bool = False  # and is not yet, as far as its first token
+    reached: int = 0  # tokens that were cached before it was last preempted
+    work: Work = field(default_factory=Work)
 
     @property
     def logits_only(self) -> bool:
@@ -125,6 +146,20 @@ class Sequence:
         prompt, output = self.request.prompt_ids, self.generation.output
         own = len(prompt)
         return (*prompt[start:end], *output[max(0, start - own) : max(0, end - own)])
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are not cached: 1 while it decodes, more while it computes its prompt or what it lost."""
+        return self.length - self.cached
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def awaits_handoff(self) -> bool:
+        """Somebody may write its cache, or will."""
+        return self.state in HANDOFF and not self.here
 
     @property
     def ready(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cache_transfer.contract import Ticket
+from cache_transfer.contract import Ticket, WorkerContract
 from cache_transfer.waiting import settle
 from cache_transfer.wire import (
     contract_from_proto,
@@ -18,14 +18,14 @@ from cache_transfer.wire import (
     identity_to_proto,
     ticket_to_proto,
 )
-from decode_worker.admission import Admission, DecodeRequest
+from decode_worker.admission import Admission, DecodeRequest, expected_identity
 from decode_worker.sequence import Sequence, State
 from decode_worker.stream import Event
 from pdserve.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest, PdserveError
 from pdserve.registry.worker_service import WorkerService
 from pdserve.rpc.convert import finish_to_proto, sampling_from_proto, tokens_to_proto
 from pdserve.rpc.deadline import remaining_s
-from pdserve.rpc.events import Finish, TokenBatch
+from pdserve.rpc.events import Finish, Prefilled, TokenBatch
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import to_detail
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, worker_pb2_grpc
@@ -46,13 +46,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._worker = worker
 
     async def Generate(self, requests: Requests, context: Context) -> None:
-        request = request_from_proto(await self._first(requests))
+        request = request_from_proto(await self._first(requests), self._worker.contract)
+        if request.sampling.grammar is not None:
+            await self._worker.pipeline.prepare(request.sampling.grammar)
         sequence, admission, ticket = self._worker.submit(
             request, remaining_s(context, self._worker.settings.generate_s)
         )
         retries = asyncio.create_task(self._take_retries(requests, sequence), name=f"retries of {sequence.key}")
         try:
-            if ticket is not None:
+            if ticket is not None or sequence.here:
                 await self._write(context, self._admitted(sequence, admission, ticket))
             event: Event | None = None
             while not isinstance(event, Finish):
@@ -97,7 +99,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             async for message in requests:
                 if message.WhichOneof("request") != "retry":
                     raise InvalidRequest("only `retry` may follow `open`", reason="UNEXPECTED_MESSAGE", field="request")
-                await self._worker.pipeline.retry(sequence, contract_from_proto(message.retry.prefill_contract))
+                if message.retry.prefill_here:
+                    await self._worker.pipeline.compute_here(sequence)
+                else:
+                    await self._worker.pipeline.retry(sequence, contract_from_proto(message.retry.prefill_contract))
         except PdserveError as error:
             self._worker.pipeline.end(sequence, State.FAILED, error)
         except grpc.aio.BaseError:
@@ -106,22 +111,27 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             log.exception("%s: reading the caller's messages failed", sequence.key)
             self._worker.pipeline.end(sequence, State.FAILED, Internal("the server failed", remedy="see its log"))
 
-    def _admitted(self, sequence: Sequence, admission: Admission, ticket: Ticket) -> decode_pb2.DecodeEvent:
-        if sequence.identity is None:
-            raise Internal("a ticket without an identity")
+    def _admitted(self, sequence: Sequence, admission: Admission, ticket: Ticket | None) -> decode_pb2.DecodeEvent:
+        contract = self._worker.contract
+        identity = sequence.identity or expected_identity(sequence.request, contract, 0)
         return decode_pb2.DecodeEvent(
             admitted=decode_pb2.Admitted(
-                ticket=ticket_to_proto(ticket),
-                identity=identity_to_proto(sequence.identity),
-                contract=contract_to_proto(self._worker.contract),
+                ticket=None if ticket is None else ticket_to_proto(ticket),
+                identity=identity_to_proto(identity),
+                contract=contract_to_proto(contract),
                 logits_only=sequence.logits_only,
                 conversions=[difference_to_proto(d) for d in admission.conversions],
+                prefill_here=ticket is None,
             )
         )
 
 
-def request_from_proto(proto: decode_pb2.DecodeOpen) -> DecodeRequest:
-    """Raises InvalidRequest naming the field that is missing or malformed."""
+def request_from_proto(proto: decode_pb2.DecodeOpen, contract: WorkerContract) -> DecodeRequest:
+    """Raises InvalidRequest naming the field that is missing or malformed.
+
+    Args:
+        contract: this worker's own, by which it computes a prompt itself.
+    """
     if not 0 < len(proto.request_id) <= MAX_ID_CHARACTERS:
         raise InvalidRequest(
             f"has {len(proto.request_id)} characters",
@@ -129,7 +139,14 @@ def request_from_proto(proto: decode_pb2.DecodeOpen) -> DecodeRequest:
             field="request_id",
             remedy=f"send 1 to {MAX_ID_CHARACTERS} characters",
         )
-    if not proto.HasField("prefill_contract"):
+    if proto.prefill_here and proto.HasField("prefill_contract"):
+        raise InvalidRequest(
+            "is set where no handoff is wanted",
+            reason="UNEXPECTED_FIELD",
+            field="prefill_contract",
+            remedy="send the contract, or prefill_here",
+        )
+    if not proto.prefill_here and not proto.HasField("prefill_contract"):
         raise InvalidRequest(
             "is missing", reason="MISSING_FIELD", field="prefill_contract", remedy="send the prefill worker's contract"
         )
@@ -147,7 +164,8 @@ def request_from_proto(proto: decode_pb2.DecodeOpen) -> DecodeRequest:
         output_ids=tuple(proto.output_ids),
         forwarded_tokens=proto.forwarded_tokens,
         sampling=sampling,
-        prefill_contract=contract_from_proto(proto.prefill_contract),
+        prefill_contract=contract if proto.prefill_here else contract_from_proto(proto.prefill_contract),
+        here=proto.prefill_here,
     )
 
 
@@ -156,6 +174,8 @@ def event_to_proto(event: Event) -> decode_pb2.DecodeEvent:
         return decode_pb2.DecodeEvent(tokens=tokens_to_proto(event))
     if isinstance(event, Finish):
         return decode_pb2.DecodeEvent(finish=finish_to_proto(event))
+    if isinstance(event, Prefilled):
+        return decode_pb2.DecodeEvent(prefilled=decode_pb2.Prefilled(**vars(event)))
     return decode_pb2.DecodeEvent(ticket=ticket_to_proto(event))
 
 

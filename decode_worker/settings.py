@@ -69,8 +69,19 @@ class DecodeSettings:
     """Tokens of one step that may be spent on sequences that were preempted, to compute again what their
     pages held. More brings them back sooner and makes the others' tokens wait longer."""
 
+    chunk_tokens: int = 256
+    """Prompt tokens of one step, over all prompts that this worker computes itself (router.disaggregate)."""
+
+    step_ms: float = 100.0
+    """Milliseconds that a step should take at most in which streams wait for their next token: prompts that this
+    worker computes itself get as many tokens of it as fit, but at least 16. 0: always chunk_tokens."""
+
     max_unread_tokens: int = 256
     """Tokens that wait for a slow reader before its sequence pauses."""
+
+    shared_memory: str = "auto"
+    """Reads payloads from memory that a prefill worker on this machine offers, if both agree; off: they
+    always travel over gRPC. Both run as the same user and see each other's processes, or gRPC it is."""
 
     ticket_ttl_s: float = 60.0
     """Seconds from a ticket's issue until the push must have opened and got its pages."""
@@ -104,9 +115,15 @@ class DecodeSettings:
 
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
+        if self.shared_memory not in ("auto", "off"):
+            raise not_allowed("decode", "shared_memory", self.shared_memory, "auto or off")
         for name in ("max_queue", "max_batch", "recompute_tokens", "max_unread_tokens", "max_attempts"):
             if getattr(self, name) < 1:
                 raise not_allowed("decode", name, getattr(self, name), "at least 1")
+        if self.chunk_tokens < 4:
+            raise not_allowed("decode", "chunk_tokens", self.chunk_tokens, "at least 4")
+        if not 0 <= self.step_ms < float("inf"):
+            raise not_allowed("decode", "step_ms", self.step_ms, "0 milliseconds or more")
         if not 0 <= self.growth_watermark < 1:
             raise not_allowed(
                 "decode", "growth_watermark", self.growth_watermark, "a share of the pool from 0 to below 1"

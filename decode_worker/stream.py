@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from cache_transfer.contract import Ticket
 from pdserve.errors import Internal, PdserveError
-from pdserve.rpc.events import Finish, TokenBatch
+from pdserve.rpc.events import Finish, Prefilled, TokenBatch
 
-Event = Ticket | TokenBatch | Finish
+Event = Ticket | Prefilled | TokenBatch | Finish
 
 
 class EventStream:

@@ -14,10 +14,11 @@ from dataclasses import replace
 from cache_transfer.contract import Endpoint, Ticket
 from cache_transfer.service import TransferService
 from cache_transfer.service import register as register_transfer
+from cache_transfer.shared import endpoints_of
 from decode_worker import service
 from decode_worker.admission import Admission, DecodeRequest, Limits
 from decode_worker.pipeline import Pipeline
-from decode_worker.sequence import HANDOFF, Sequence, State
+from decode_worker.sequence import Sequence, State
 from decode_worker.settings import DecodeSettings
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.checks import check_tokenizer
@@ -44,6 +45,7 @@ class DecodeWorker(PoolWorker):
     """
 
     pipeline: Pipeline
+    takes_prompts = True
 
     def __init__(
         self,
@@ -109,20 +111,27 @@ class DecodeWorker(PoolWorker):
             await asyncio.to_thread(self.pipeline.handoffs.receiver.close)
 
     def _transfer_endpoints(self) -> tuple[Endpoint, ...]:
-        return (Endpoint(self.transfer_address),)
+        return endpoints_of(self.transfer_address, self.settings.shared_memory)
 
     def _load(self) -> Load:
         scheduler = self.pipeline.scheduler
+        prompts, unfinished, beside = scheduler.prompts, scheduler.unfinished, scheduler.beside
         return Load(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             waiting_limit=self.settings.max_queue,
-            queued_tokens=sum(len(sequence.ids) for sequence in scheduler.waiting),
+            queued_tokens=sum(len(sequence.ids) for sequence in scheduler.waiting if not sequence.here),
             pages_total=self.blocks.pages,
             pages_held=self.blocks.held_count,
             pages_cached=self.blocks.cached_count,
             tokens_per_s=self.pipeline.tokens_per_s,
             steps=self._thread.steps,
+            prefill_tokens_per_s=prompts.tokens_per_s(),
+            shared_prefill_tokens_per_s=prompts.shared_tokens_per_s(beside),
+            queued_prefill_tokens=sum(sequence.remaining for sequence in unfinished),
+            predicted_wait_s=prompts.wait_s(unfinished, beside),
+            fixed_step_ms=1000 * prompts.cost.fixed_s,
+            decode_step_ms=1000 * prompts.cost.predict(beside) if beside else 0.0,
         )
 
     def accounts(self) -> Accounts:
@@ -138,7 +147,7 @@ class DecodeWorker(PoolWorker):
 def _stakes_of(sequence: Sequence) -> Iterator[Stake]:
     """While the cache is on its way its deadline counts, afterwards the request's."""
     own = sequence.pages[len(sequence.held) :]
-    if sequence.state in HANDOFF:
+    if sequence.awaits_handoff:
         kind, deadline = GRANT if sequence.pages else TICKET, sequence.deadline
     else:
         kind, deadline = PREEMPTED if sequence.state is State.PREEMPTED else REQUEST, sequence.ends_at

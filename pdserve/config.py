@@ -7,6 +7,7 @@
     [registry]   RegistrySettings                where workers announce themselves
     [prefill]    PrefillSettings                 [decode]  DecodeSettings
     [router]     RouterSettings                  [pools]   PoolSettings
+    [scaling]    ScalingSettings                 how the pools follow their load
     [[router.tenants]]  Tenant                   who may call, by API key
 
 Each key is documented where its dataclass is. An unknown or mistyped key is a ConfigError
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -28,8 +30,11 @@ from pydantic import TypeAdapter, ValidationError
 from decode_worker.settings import DecodeSettings
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import ConfigError, not_allowed
+from pdserve.registry.records import DECODE, PREFILL
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings
+from pdserve.scaling.plan import Cost, Plan, make_plan
+from pdserve.scaling.settings import ScalingSettings
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from router.tenants import first_key, read_tenants
@@ -38,6 +43,7 @@ T = TypeVar("T")
 Table = Mapping[str, Any]
 
 PACKAGED_MODEL = "smollm2"
+_PORTS = re.compile(r"[1-9][0-9]{0,4}-[1-9][0-9]{0,4}")
 DTYPES = ("fp32", "bf16", "fp16", "float64")
 
 
@@ -74,6 +80,23 @@ class PoolSettings:
     decode_gpus: float = 0.0
     """GPUs per decode replica."""
 
+    prefill_resources: dict[str, float] = field(default_factory=dict)
+    """Custom Ray resources per prefill replica, such as { prefill_node = 0.01 }: where it may run."""
+
+    decode_resources: dict[str, float] = field(default_factory=dict)
+    """Custom Ray resources per decode replica."""
+
+    routers: int = 1
+    """Routers where the router is a Serve deployment, too; several need a Redis registry."""
+
+    router_cpus: float = 1.0
+    """Logical CPUs that Ray reserves per router that is a Serve deployment."""
+
+    ports: str = ""
+    """Ports that replicas may listen on, such as "8500-8599": one per prefill worker, two per decode worker; empty:
+    any free ones. Keep clear of those of Ray's own workers (10002-19999 where `ray start` was told nothing else).
+    Ports named in [prefill] or [decode] come first."""
+
     ray_address: str = ""
     """Ray cluster to join; empty: start a local one, which is stopped at the end."""
 
@@ -82,12 +105,17 @@ class PoolSettings:
 
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
-        for name in ("prefill", "decode"):
+        for name in ("prefill", "decode", "routers"):
             if getattr(self, name) < 1:
                 raise ConfigError("a pool needs a replica", field=f"pools.{name}", remedy="use 1 or more")
-        for name in ("prefill_cpus", "decode_cpus", "prefill_gpus", "decode_gpus"):
+        for name in ("prefill_cpus", "decode_cpus", "router_cpus", "prefill_gpus", "decode_gpus"):
             if getattr(self, name) < 0:
                 raise ConfigError("cannot be negative", field=f"pools.{name}", remedy="use 0 or more")
+        for name in ("prefill_resources", "decode_resources"):
+            if any(share <= 0 for share in getattr(self, name).values()):
+                raise ConfigError("resources are above 0", field=f"pools.{name}", remedy="leave out the others")
+        if self.ports and not _PORTS.fullmatch(self.ports):
+            raise ConfigError(f"{self.ports!r} is not a range", field="pools.ports", remedy='write "8500-8599"')
 
 
 @dataclass(frozen=True)
@@ -97,6 +125,16 @@ class Config:
     decode: DecodeSettings = field(default_factory=DecodeSettings)
     router: RouterSettings = field(default_factory=RouterSettings)
     pools: PoolSettings = field(default_factory=PoolSettings)
+    scaling: ScalingSettings = field(default_factory=ScalingSettings)
+
+    def plan(self) -> Plan:
+        """What the pools may take. Raises ConfigError when the budget does not hold what [pools] asks for."""
+        p = self.pools
+        return make_plan(
+            {PREFILL: p.prefill, DECODE: p.decode},
+            {PREFILL: Cost(p.prefill_cpus, p.prefill_gpus), DECODE: Cost(p.decode_cpus, p.decode_gpus)},
+            self.scaling,
+        )
 
 
 def load_config(path: str | Path | None = None, overrides: Table | None = None) -> Config:
@@ -122,7 +160,7 @@ def read_tables(path: str | Path | None) -> Table:
 
 
 def parse_config(tables: Table) -> Config:
-    sections = ("model", "engine", "rpc", "registry", "prefill", "decode", "router", "pools")
+    sections = ("model", "engine", "rpc", "registry", "prefill", "decode", "router", "pools", "scaling")
     _refuse_unknown("", tables, sections)
     for name, table in tables.items():
         if not isinstance(table, Mapping):
@@ -146,6 +184,7 @@ def parse_config(tables: Table) -> Config:
         decode=worker(DecodeSettings, "decode"),
         router=_router(tables.get("router", {}), shared),
         pools=_section(PoolSettings, "pools", tables.get("pools", {})),
+        scaling=_section(ScalingSettings, "scaling", tables.get("scaling", {})),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decode_worker.admission import Limits, output_limit
 from decode_worker.generation import Generation, check_endings
+from decode_worker.grammar import Grammars
 from decode_worker.sampling import sample
 from decode_worker.stream import merged
 from pdserve.engine.blocks import BlockManager
@@ -79,6 +80,7 @@ class LocalRunner:
         self.blocks = BlockManager(engine.config.pages, engine.config.page_size)
         self.counters = StepCounters()  # summed over all steps so far
         self.steps = 0
+        self._grammars = Grammars(self.tokenizer, engine.spec.vocab_size)
         self._chunk_tokens = chunk_tokens
         self._max_batch = max_batch
         check_tokenizer(engine.spec, bundle.vocab_size if bundle else 0)
@@ -149,7 +151,8 @@ class LocalRunner:
             )
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(64))
-        return _Running(number, ids, Generation(ids, params, limit, limits.eos_ids, self.tokenizer), tokens)
+        generation = Generation(ids, params, limit, limits.eos_ids, self.tokenizer, self._grammars)
+        return _Running(number, ids, generation, tokens)
 
     def _run(self, todo: Sequence[_Running], observe: Observer | None) -> Iterator[tuple[int, Event]]:
         waiting, running = deque(todo), list[_Running]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,13 +12,43 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_TOKEN_ENTRIES = 1024  # of logit_bias, and of stop_token_ids
+MAX_GRAMMAR_BYTES = 64 * 1024
+
+JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"  # kinds of grammar, by the option that sets them
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the whole output must match."""
+
+    kind: str  # JSON_SCHEMA | REGEX | LARK
+    text: str  # the schema as JSON, the expression, or the grammar's rules
+
+    def check(self) -> None:
+        """Raises InvalidRequest naming the kind. Whether it can be followed is the decode worker's to find out."""
+        if self.kind not in (JSON_SCHEMA, REGEX, LARK):
+            raise _invalid("grammar", self.kind, f"one of {JSON_SCHEMA}, {REGEX}, {LARK}")
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            raise _bad_grammar(self.kind, "a lone surrogate is not a character", "send valid Unicode") from error
+        if not 0 < size <= MAX_GRAMMAR_BYTES:
+            raise _bad_grammar(self.kind, f"it has {size} bytes", f"use 1 to {MAX_GRAMMAR_BYTES} bytes")
+        if self.kind != JSON_SCHEMA:
+            return
+        try:
+            schema = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise _bad_grammar(self.kind, f"not JSON: {error}", "send a JSON schema") from error
+        if not isinstance(schema, (dict, bool)):
+            raise _bad_grammar(self.kind, f"a {type(schema).__name__} is no schema", "send a JSON object")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How output tokens are chosen, and when output ends.
 
-    Filters apply in this order: bias, penalties, temperature, min-p, top-k, top-p.
+    Filters apply in this order: grammar, bias, penalties, temperature, min-p, top-k, top-p.
     `seed` None means "the router picks one"; workers always see a number.
     """
 
@@ -36,6 +67,8 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; n: the chosen token and the n best
+    grammar: Grammar | None = None
+    skip_special_tokens: bool = True  # False: their names are part of the text, save the end's
 
     def check(self, vocab_size: int | None = None) -> None:
         """Raises InvalidRequest naming the first field out of range."""
@@ -70,6 +103,8 @@ class SamplingParams:
             _number("logit_bias", bias, -100.0, 100.0)
         for token in self.stop_token_ids:
             _token("stop_token_ids", token, vocab_size)
+        if self.grammar is not None:
+            self.grammar.check()
 
 
 def check_token_ids(ids: tuple[int, ...], vocab_size: int, name: str = "prompt") -> None:
@@ -123,3 +158,7 @@ def _invalid(name: str, value: object, expected: str) -> InvalidRequest:
     return InvalidRequest(
         f"{shown(value)} is not allowed", reason=f"INVALID_{name.upper()}", field=name, remedy=f"use {expected}"
     )
+
+
+def _bad_grammar(kind: str, problem: str, remedy: str) -> InvalidRequest:
+    return InvalidRequest(problem, reason="INVALID_GRAMMAR", field=kind, remedy=remedy)

@@ -16,8 +16,10 @@ MAX_IDLE = 64  # connections without a handoff; decode workers come and go, and 
 class Peers:
     """One channel per decode worker, for the event loop that first uses it."""
 
-    def __init__(self, settings: RpcSettings) -> None:
+    def __init__(self, settings: RpcSettings, *, shares_memory: bool = False) -> None:
+        """`shares_memory`: payloads may be read from this process's memory, by workers on this machine."""
         self._settings = settings
+        self._shares_memory = shares_memory
         self._pool: ChannelPool | None = None
         self._busy: Counter[str] = Counter()  # address -> handoffs
         self._idle: OrderedDict[str, None] = OrderedDict()  # longest idle first
@@ -38,7 +40,7 @@ class Peers:
             ) from error
         self._busy[address] += 1
         self._idle.pop(address, None)
-        return GrpcTransport(channel, address)
+        return GrpcTransport(channel, address, shares_memory=self._shares_memory)
 
     async def give_back(self, address: str) -> None:
         """The handoff is over. Closes the connection that has been idle longest when there are too many."""

@@ -34,6 +34,7 @@ from pdserve.engine.runner import EngineThread
 from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Unavailable
 from pdserve.rpc.background import Background
 from prefill_worker.admission import PrefillRequest, receiver_address
+from prefill_worker.announce import Announcements
 from prefill_worker.handoff import Job, exit_state
 from prefill_worker.peers import Peers
 from prefill_worker.scheduler import Prompt, Scheduler, State
@@ -65,11 +66,12 @@ class Pipeline:
             blocks,
             page_size=blocks.page_size,
             chunk_tokens=settings.chunk_tokens,
+            batch_tokens=min(settings.batch_tokens, settings.chunk_tokens),
+            step_s=settings.step_ms / 1000,
             max_queue=settings.max_queue,
             max_running=settings.max_running,
             lease_s=settings.lease_s,
         )
-        self.tokens_per_s = 0.0  # of prompts, while the engine computes; smoothed
         self.jobs: dict[Prompt, Job] = {}  # every prompt that waits or holds pages
         self.quiet = asyncio.Event()  # no prompt is here
         self.quiet.set()
@@ -81,6 +83,7 @@ class Pipeline:
         self._reap_margin_s = 4 * settings.reap_s
         self._submitted = 0  # prompts so far
         self._wake = asyncio.Event()  # the loop has something to look at
+        self._step_ends = 0.0  # when the running step is expected to end; 0: none runs
 
     def submit(self, request: PrefillRequest, deadline_s: float) -> Job:
         """Queues a checked request. Raises Exhausted (QUEUE_FULL) or what `Peers.take` raises."""
@@ -97,8 +100,9 @@ class Pipeline:
             deadline=now + deadline_s,
             # A ticket that ran out in the queue would be refused after all the work.
             queue_deadline=now + min(deadline_s, request.ticket.ttl_ms / 1000),
+            tenant=request.tenant,
         )
-        wait_s = self.scheduler.queued_tokens / self.tokens_per_s if self.tokens_per_s else 1.0
+        wait_s = self.predicted_wait_s(len(prompt.ids)) if self.scheduler.cost.known else 1.0
         self.scheduler.submit(prompt, retry_after_ms=max(1, round(1000 * wait_s)))
         try:
             address = receiver_address(request.ticket)
@@ -140,6 +144,11 @@ class Pipeline:
     @property
     def count(self) -> int:
         return len(self.jobs)
+
+    def predicted_wait_s(self, tokens: int) -> float:
+        """Seconds before a prompt of so many tokens that came now would begin; 0 while no step has run."""
+        running = max(0.0, self._step_ends - time.monotonic()) if self._step_ends else 0.0
+        return running + self.scheduler.wait_s(tokens)
 
     async def _hand_over(self, job: Job, sender: HandoffSender) -> None:
         """From leaving the queue to the end, whatever the end is: the only place that returns pages."""
@@ -214,11 +223,10 @@ class Pipeline:
         for job in jobs:
             job.still.clear()
             job.computing = job.computing or now
-        ranges = [(job, c.start, c.start + len(c.ids)) for job, c in zip(jobs, plan.chunks, strict=True)]
-
-        def on_layer(layer: int) -> None:
-            for job, start, end in ranges:
-                job.announce((layer,), start, end)
+        spans = [(chunk.start, len(chunk.ids)) for chunk in plan.chunks]
+        self._step_ends = now + self.scheduler.cost.predict(spans)
+        parts = [(job, start, start + count) for job, (start, count) in zip(jobs, spans, strict=True)]
+        on_layer = Announcements(self._contract, parts)
 
         def cancelled() -> bool:
             return all(job.prompt.dropped for job in jobs)
@@ -232,9 +240,9 @@ class Pipeline:
         except Exception:
             log.exception("a step failed")
             return Internal("the engine failed", reason="ENGINE_FAILED", remedy="see the worker's log", retryable=True)
-        tokens = sum(len(chunk.ids) for chunk in plan.chunks)
-        rate = tokens / max(time.monotonic() - now, 1e-6)
-        self.tokens_per_s = 0.8 * self.tokens_per_s + 0.2 * rate if self.tokens_per_s else rate
+        finally:
+            self._step_ends = 0.0
+        self.scheduler.cost.observe(spans, time.monotonic() - now)
         return output
 
     def _apply(self, plan: StepPlan, jobs: Sequence[Job], output: StepOutput | PdserveError) -> None:

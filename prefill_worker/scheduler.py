@@ -11,8 +11,13 @@ The life of one prompt:
       +--------> REFUSED (queue full)    |             +---> FAILED    engine or transfer fault
                                          +--------------> (the same four exits)
 
-A queued prompt holds no pages. `admit` gives it all pages of its prompt at once, under a lease;
-`release` returns them; its caller sees to it that no step writes them and no sender reads them.
+A queued prompt holds no pages, here or at decode. It leaves the queue when the order (order.py) gives it a part of the
+next step: then `admit` gives it all pages of its prompt at once, under a lease; `release` returns them; its caller sees
+to it that no step writes them and no sender reads them.
+
+A prompt whose pages are not there is passed over, so that short prompts go on; but once prompts of PASSES times its
+tokens have been admitted past it, nobody else is admitted until it is: after those that hold pages now, whose leases
+end, it is next.
 
 Queues:
     waiting   producer: the RPC handlers (submit); consumer: the worker's loop (admit); bound: max_queue prompts
@@ -29,7 +34,11 @@ from enum import StrEnum
 
 from pdserve.engine.blocks import BlockManager, Prefix
 from pdserve.engine.plan import Chunk, StepPlan
+from pdserve.engine.rate import Span, StepCost
 from pdserve.errors import Exhausted
+from prefill_worker.order import RESERVE, Shares, Turns, share_out
+
+PASSES = RESERVE - 1
 
 
 class State(StrEnum):
@@ -52,12 +61,15 @@ class Prompt:
     prefix: Prefix  # its full pages, as other prompts may find them
     deadline: float  # monotonic seconds: the caller's, or the end of the lease if that is earlier
     queue_deadline: float  # latest time to leave the queue: after it the ticket is of no use
+    tenant: str = ""
+    number: int = 0  # in the order of arrival; `submit` counts
     state: State = State.QUEUED
     pages: tuple[int, ...] = ()
     cached: int = 0  # tokens found in the prefix index
-    done: int = 0  # tokens [0, done) are in the pages
+    done: int = 0  # tokens [0, done) are in the pages; of a queued prompt: were found there when it came
     chunks: int = 0  # engine steps it took so far
     lacked_at: int = -1  # `BlockManager.changes` when its pages last did not fit
+    passed: int = 0  # tokens of prompts that were admitted since its pages first did not fit
     dropped: bool = False  # no more steps: failed or cancelled; read by the engine's thread
 
     @property
@@ -72,20 +84,28 @@ class Scheduler:
     Args:
         blocks: page bookkeeping; this object is its only user.
         page_size: tokens per page.
-        chunk_tokens: tokens of one step, over all its prompts.
+        chunk_tokens: tokens of one step at most, over all its prompts; at least RESERVE.
+        batch_tokens: up to which a step of short prompts is filled with others.
+        step_s: seconds that a step should take at most; it is halved, down to `batch_tokens`, until it is expected to.
         max_queue: prompts that may wait.
-        max_running: prompts that may hold pages; at most chunk_tokens / 2.
+        max_running: prompts that may hold pages.
         lease_s: seconds a prompt may hold pages.
     """
 
     blocks: BlockManager
     page_size: int
     chunk_tokens: int
+    batch_tokens: int
+    step_s: float
     max_queue: int
     max_running: int
     lease_s: float
     waiting: list[Prompt] = field(default_factory=list)
     running: list[Prompt] = field(default_factory=list)
+    turns: Turns = field(default_factory=Turns)
+    cost: StepCost = field(default_factory=StepCost)
+    """What steps take here; whoever runs them tells it."""
+    _submitted: int = 0
 
     def submit(self, prompt: Prompt, retry_after_ms: int = 0) -> None:
         """Queues a prompt. Raises Exhausted when the queue is full."""
@@ -97,39 +117,37 @@ class Scheduler:
                 remedy="send it to another prefill worker, or wait",
                 retry_after_ms=retry_after_ms,
             )
+        self._submitted += 1
+        prompt.number = self._submitted
+        # Its place in the order: a long prompt that is mostly cached is a short one.
+        _, prompt.done = self.blocks.match(prompt.prefix, len(prompt.ids) - 1)
         self.waiting.append(prompt)
+        self._keep_turns()
 
     def admit(self, now: float) -> list[Prompt]:
-        """Takes prompts off the queue, in order, while their pages fit. The first that does not fit waits."""
-        admitted = []
-        while self.waiting and len(self.running) < self.max_running and self._lease_pages(self.waiting[0]):
-            prompt = self.waiting.pop(0)
+        """Takes off the queue whoever has a part of the next step, while pages and places last."""
+        admitted: list[Prompt] = []
+        while len(self.running) < self.max_running and (prompt := self._next_to_admit()):
+            self.waiting.remove(prompt)
             prompt.state = State.RUNNING
             prompt.deadline = min(prompt.deadline, now + self.lease_s)
             self.running.append(prompt)
             admitted.append(prompt)
+            for other in self.waiting:
+                if other.lacked_at >= 0:
+                    other.passed += len(prompt.ids)
         return admitted
 
     def plan(self) -> tuple[StepPlan, list[Prompt]]:
-        """The next step and the prompts in it; both empty when nothing can compute.
-
-        The oldest prompt has half of the step for itself, the others share the rest equally,
-        shortest first; what one leaves over goes to the next, and at last to the oldest. So
-        a long prompt delays a short one by a bounded factor, and is itself never starved.
-        """
-        ready = [p for p in self.running if p.state is State.RUNNING and p.remaining and not p.dropped]
-        if not ready:
-            return StepPlan(()), []
-        oldest, others = ready[0], sorted(ready[1:], key=lambda p: p.remaining)
-        reserved = min(oldest.remaining, self.chunk_tokens // 2)
-        takes: list[tuple[Prompt, int]] = []
-        budget = self.chunk_tokens - reserved
-        for index, prompt in enumerate(others):
-            take = min(prompt.remaining, budget // (len(others) - index))
-            budget -= take
-            takes.append((prompt, take))
-        takes.insert(0, (oldest, min(oldest.remaining, reserved + budget)))
-        chosen = [(prompt, take) for prompt, take in takes if take]
+        """The next step and the prompts in it, see order.py; both empty when nothing can compute."""
+        prompts = self._ready()
+        limit = self.chunk_tokens
+        shares = share_out(prompts, self.turns, limit, self.batch_tokens)
+        while limit > self.batch_tokens and self.cost.predict(_spans(prompts, shares)) > self.step_s:
+            limit = max(limit // 2, self.batch_tokens)
+            shares = share_out(prompts, self.turns, limit, self.batch_tokens)
+        self.turns.took((prompts[index].tenant, tokens) for index, tokens in shares.reserved.items())
+        chosen = [(prompts[index], shares.of(index)) for index in shares.chosen]
         return StepPlan(tuple(self._chunk(prompt, take) for prompt, take in chosen)), [p for p, _ in chosen]
 
     def apply(self, plan: StepPlan, prompts: Iterable[Prompt]) -> list[Prompt]:
@@ -160,6 +178,7 @@ class Scheduler:
             self.running.remove(prompt)
             self.blocks.release(prompt.owner)
             prompt.pages = ()
+        self._keep_turns()
 
     def overdue(self, now: float) -> list[Prompt]:
         """Prompts whose wait or lease is over."""
@@ -175,22 +194,48 @@ class Scheduler:
         """Tokens still to compute, waiting and running."""
         return sum(p.remaining for p in itertools.chain(self.waiting, self.running) if not p.dropped)
 
+    def wait_s(self, tokens: int) -> float:
+        """Seconds of steps before a prompt of so many tokens that came now would begin; 0 while no step has run."""
+        ahead = sum(p.remaining for p in (*self.waiting, *self.running) if not p.dropped and p.remaining <= tokens)
+        # Those who wait longest compute besides, as long as there are any.
+        ahead = min(ahead * RESERVE // (RESERVE - 1), self.queued_tokens)
+        return self.cost.prompt_s(ahead, 0, self.chunk_tokens)
+
+    def _keep_turns(self) -> None:
+        self.turns.keep(p.tenant for p in itertools.chain(self.running, self.waiting))
+
+    def _ready(self) -> list[Prompt]:
+        """Whoever holds pages and can compute, oldest first."""
+        ready = [p for p in self.running if p.state is State.RUNNING and p.remaining and not p.dropped]
+        return sorted(ready, key=lambda p: p.number)
+
+    def _next_to_admit(self) -> Prompt | None:
+        """A prompt of the queue that has a part of the next step; it has its pages now."""
+        lacking = [p for p in self.waiting if p.passed > PASSES * len(p.ids)]
+        candidates = lacking[:1] or self.waiting
+        while candidates := [p for p in candidates if p.lacked_at != self.blocks.changes]:
+            prompts = sorted((*self._ready(), *candidates), key=lambda p: p.number)
+            shares = share_out(prompts, self.turns, self.chunk_tokens, self.batch_tokens)
+            new = [prompts[index] for index in shares.chosen if prompts[index].state is State.QUEUED]
+            if not new:
+                return None
+            if self._lease_pages(new[0]):
+                return new[0]
+        return None
+
     def _lease_pages(self, prompt: Prompt) -> bool:
         """Takes the cached prefix and fresh pages for the rest, or nothing."""
         if prompt.lacked_at == self.blocks.changes:
             return False
         # The last token is always computed: its logits are what decode samples from.
         shared, cached = self.blocks.match(prompt.prefix, len(prompt.ids) - 1)
-        need = -(-len(prompt.ids) // self.page_size)
-        if shared:
-            self.blocks.retain(prompt.owner, shared)
-        try:
-            fresh = self.blocks.allocate(prompt.owner, need - len(shared))
-        except Exhausted:
-            self.blocks.release(prompt.owner)
+        fresh = -(-len(prompt.ids) // self.page_size) - len(shared)
+        if fresh > self.blocks.available_beside(shared):
             prompt.lacked_at = self.blocks.changes
             return False
-        prompt.pages, prompt.cached, prompt.done = (*shared, *fresh), cached, cached
+        self.blocks.retain(prompt.owner, shared)
+        shared += self.blocks.allocate(prompt.owner, fresh)
+        prompt.pages, prompt.cached, prompt.done = shared, cached, cached
         return True
 
     @staticmethod
@@ -204,3 +249,7 @@ class Scheduler:
             pages=prompt.pages,
             logits="last" if last else "none",
         )
+
+
+def _spans(prompts: list[Prompt], shares: Shares) -> list[Span]:
+    return [(prompts[index].done, shares.of(index)) for index in shares.chosen]

@@ -51,11 +51,23 @@ class PrefillSettings:
     max_queue: int = 64
     """Prompts that may wait for pages; one more is refused with RESOURCE_EXHAUSTED."""
 
-    max_running: int = 8
+    max_running: int = 16
     """Prompts that may hold pages at a time, those waiting for decode's acknowledgement included."""
 
     chunk_tokens: int = 256
     """Tokens of one engine step, over all prompts in it. Smaller: other prompts and cancellation come sooner."""
+
+    batch_tokens: int = 64
+    """Tokens up to which a step of short prompts is filled with parts of others. Larger: each step's fixed cost is
+    shared by more tokens; smaller: short prompts wait for less that is not theirs."""
+
+    step_ms: float = 500.0
+    """Milliseconds that one engine step should take at most. Far into a long prompt, or on a slow machine, steps get
+    fewer tokens, by halves, but not fewer than batch_tokens."""
+
+    shared_memory: str = "auto"
+    """Offers payloads in shared memory to decode workers on this machine, if both agree; off: they
+    always travel over gRPC. Both run as the same user and see each other's processes, or gRPC it is."""
 
     lease_s: float = 60.0
     """Seconds a prompt may hold pages, from leaving the queue to decode's acknowledgement."""
@@ -75,19 +87,23 @@ class PrefillSettings:
 
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
+        if self.shared_memory not in ("auto", "off"):
+            raise not_allowed("prefill", "shared_memory", self.shared_memory, "auto or off")
         if self.max_queue < 1:
             raise not_allowed("prefill", "max_queue", self.max_queue, "at least 1")
         if self.max_running < 1:
             raise not_allowed("prefill", "max_running", self.max_running, "at least 1")
-        if self.chunk_tokens < 2 * self.max_running:
-            raise not_allowed(
-                "prefill", "chunk_tokens", self.chunk_tokens, f"at least twice max_running ({2 * self.max_running})"
-            )
+        if self.chunk_tokens < 4:
+            raise not_allowed("prefill", "chunk_tokens", self.chunk_tokens, "at least 4")
+        if self.batch_tokens < 4:
+            raise not_allowed("prefill", "batch_tokens", self.batch_tokens, "at least 4")
         if self.context_limit < 0:
             raise not_allowed("prefill", "context_limit", self.context_limit, "0 or a number of tokens")
         for name in ("lease_s", "reap_s", "stall_s"):
             if not getattr(self, name) > 0:
                 raise not_allowed("prefill", name, getattr(self, name), "more than 0 seconds")
+        if not self.step_ms > 0:
+            raise not_allowed("prefill", "step_ms", self.step_ms, "more than 0 milliseconds")
         if self.grace_s < 0:
             raise not_allowed("prefill", "grace_s", self.grace_s, "0 seconds or more")
         check_advertised("prefill.advertise", self.advertise, self.rpc)

@@ -83,7 +83,7 @@ class PrefillWorker(PoolWorker):
             pages=config.pages,
             page_size=config.page_size,
         )
-        self._peers = Peers(settings.rpc)
+        self._peers = Peers(settings.rpc, shares_memory=settings.shared_memory != "off")
         self.pipeline = Pipeline(
             self.engine, self.contract, settings, self.blocks, self._thread, self._peers, self._background
         )
@@ -143,8 +143,12 @@ class PrefillWorker(PoolWorker):
             pages_total=self.blocks.pages,
             pages_held=self.blocks.held_count,
             pages_cached=self.blocks.cached_count,
-            tokens_per_s=self.pipeline.tokens_per_s,
+            tokens_per_s=scheduler.cost.tokens_per_s(self.settings.chunk_tokens),
             steps=self._thread.steps,
+            prefill_tokens_per_s=scheduler.cost.tokens_per_s(self.settings.chunk_tokens),
+            queued_prefill_tokens=scheduler.queued_tokens,
+            fixed_step_ms=1000 * scheduler.cost.fixed_s,
+            predicted_wait_s=self.pipeline.predicted_wait_s(self.settings.chunk_tokens),
         )
 
     def _stakes(self) -> tuple[Stake, ...]:

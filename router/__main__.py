@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pdserve.rpc.process import parser, run, serve
 from router.app import Router
-from router.settings import RouterSettings
+from router.settings import DISAGGREGATE, RouterSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parse.add_argument("--host", help="interface to listen on (default: loopback)")
     parse.add_argument("--port", type=int, help="port of the gRPC gateway; 0 takes any free one")
     parse.add_argument("--http-port", type=int, help="port of the OpenAI HTTP API; 0 takes any free one")
+    parse.add_argument("--disaggregate", choices=DISAGGREGATE, help="who computes prompts (default: always)")
     options = parse.parse_args(arguments)
 
     async def serve_router(stopping: asyncio.Event) -> None:
@@ -37,6 +38,7 @@ def _settings(options: argparse.Namespace) -> RouterSettings:
 
         settings = load_config(options.config).router
     given = {"host": options.host, "port": options.port, "http_port": options.http_port}
+    given["disaggregate"] = options.disaggregate
     settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
     if options.registry is not None:
         settings = replace(settings, registry=replace(settings.registry, url=options.registry))

@@ -57,7 +57,8 @@ class Router:
         self._owns_registry = registry is None
         self.registry = registry or open_registry(settings.registry.url, settings.registry, settings.rpc)
         self.channels = WorkerChannels(settings.rpc)
-        self.pool = Pool(self.registry, Gate(settings.allow_lossy), settings.refresh_s, on_addresses=self._on_snapshot)
+        gate = Gate(settings.allow_lossy, settings.disaggregate)
+        self.pool = Pool(self.registry, gate, settings.refresh_s, on_addresses=self._on_snapshot)
         self.bundles = BundleCache(self.channels, settings.max_bundles, settings.rpc.call_timeout_s)
         self.intake = Intake(self.pool, self.bundles, settings)
         self.orchestrator = Orchestrator(self.pool, self.channels, settings)

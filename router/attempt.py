@@ -8,6 +8,7 @@
         |           |       |  the cache had come whole before
         +-----------+-------+--------------+--> error; `Orchestrator` decides what comes next
     the output so far ends it already: from ADMITTING to Finish
+    the decode worker computes the prompt itself: COMPUTING there instead of PREFILLING, from ADMITTING or ASKING
 
 An attempt that follows one that has given tokens goes on after them: prefill computes prompt and
 output, decode replays the output without sending it again. What decode sends must begin exactly
@@ -24,7 +25,7 @@ from dataclasses import replace
 
 from cache_transfer.contract import HandoffIdentity, Ticket, check_compatible, check_identity, prompt_digest
 from pdserve.errors import PdserveError
-from pdserve.rpc.events import Accepted, Finish, TokenBatch
+from pdserve.rpc.events import Accepted, Finish, Prefilled, TokenBatch
 from router.backlog import Backlog
 from router.channels import WorkerChannels
 from router.failures import mismatch, movable, silent, suspicious, unexpected
@@ -84,7 +85,7 @@ class Attempts:
         limit_s = self._settings.admit_timeout_s
         try:
             async with asyncio.timeout(limit_s):  # connecting included
-                await call.open(request, pair.prefill.record.contract)
+                await call.open(request, None if pair.here else pair.prefill.record.contract)
                 event = await call.next()
         except TimeoutError as error:
             raise lost(pair.decode.address, f"no answer within {limit_s:g} s") from error
@@ -94,15 +95,21 @@ class Attempts:
 
     async def _prefill_and_stream(self, call: DecodeCall, pair: Pair, request: Request, admitted: Admitted) -> Finish:
         account, ticket = self._account, admitted.ticket
-        while True:
+        while ticket is not None:
             async with self._prefilling(pair, request, admitted, ticket) as prefill:
                 error = await self._first_word(call, pair, prefill)
                 if error is None:
                     return await self._stream(await call.next(), call, pair, request, prefill)
             failed(self._pool, account, pair.prefill, error)
             following = self._planner.find(account, pair.decode)
+            if following is not None and following.here and movable(error):
+                pair, ticket = following, None
+                await call.retry(None)
+                account.attempt(pair)
+                account.admitted()
+                break
             # Decode may have had the whole cache before prefill failed: only its own answer tells.
-            event = await self._ask_again(call, following or pair)
+            event = await self._ask_again(call, pair if following is None or following.here else following)
             if not isinstance(event, Ticket):
                 return await self._stream(event, call, pair, request, None)
             if following is None or not movable(error):
@@ -110,6 +117,23 @@ class Attempts:
             pair, ticket = following, event
             account.attempt(pair)
             account.admitted()
+        return await self._compute_and_stream(call, pair, request)
+
+    async def _compute_and_stream(self, call: DecodeCall, pair: Pair, request: Request) -> Finish:
+        """The decode worker computes the prompt, or had its cache whole before it was asked to."""
+        limit_s = self._settings.first_token_timeout_s
+        job = self._pool.begin(pair.decode, len(request.ids), 0)
+        try:
+            async with asyncio.timeout(limit_s):
+                event = await call.next()
+        except TimeoutError as error:
+            raise silent(pair.decode, limit_s) from error
+        finally:
+            self._pool.end(job)
+        if isinstance(event, Prefilled):
+            self._account.computed(event)
+            event = await call.next()
+        return await self._stream(event, call, pair, request, None)
 
     async def _first_word(
         self, call: DecodeCall, pair: Pair, prefill: asyncio.Task[PrefillReport]
@@ -212,6 +236,8 @@ def failed(pool: Pool, account: Account, member: Member, error: PdserveError) ->
 
 def check_admitted(request: Request, pair: Pair, admitted: Admitted, allow_lossy: bool) -> None:
     """Compares again what the gate compared from the registry: the worker may have changed since."""
+    if (admitted.ticket is None) != pair.here:
+        raise mismatch(pair.decode, "would compute the prompt where it was not asked to, or not where it was")
     check_compatible(pair.prefill.record.contract, admitted.contract, allow_lossy)
     expected = HandoffIdentity(
         contract_digest=request.contract_digest,

@@ -3,6 +3,9 @@
 Pure: worker records in, matches and reasons out. Workers of one group have equal contracts in
 everything a handoff depends on, so groups are compared and matched, never single workers: the
 work grows with the number of workers, not with the number of pairs.
+
+A decode worker that computes a prompt itself is a pair with itself (`here`): whatever asks a pair for
+its prefill worker then finds the worker that prefills.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from cache_transfer.contract import (
 from cache_transfer.encoding import sha256
 from pdserve.errors import FieldDifference, Incompatible, PdserveError, Unavailable
 from pdserve.registry.records import DECODE, PREFILL, WorkerRecord
+from router.settings import ALWAYS, NEVER
 
 _REMEMBERED_COMPARISONS = 1024
 
@@ -49,12 +53,19 @@ class Member:
 
 @dataclass(frozen=True)
 class Choice:
-    """Why a pair was given a request: from how many it was chosen, and what placement predicted."""
+    """Why a pair was given a request: from how many it was chosen, and what placement predicted. Times are seconds
+    from the choice to the first token; 0: not predicted.
+    """
 
     prefill_candidates: int = 0
     decode_candidates: int = 0
     prefill_cost: float = 0.0  # tokens to compute before the prompt is done
     decode_cost: float = 0.0  # slowness, in running sequences
+    reason: str = "mode"  # mode | only | refused | cheaper | unmeasured, as in the wire schema's AttemptRecord
+    handoff_s: float = 0.0
+    here_s: float = 0.0
+    penalty_s: float = 0.0  # what the latter was held to cost the streams there
+    measured: bool = False  # the prediction of the way that was chosen is made of rates, not of guesses
 
 
 @dataclass(frozen=True)
@@ -69,22 +80,42 @@ class Pair:
         """Names this pair of boots: a restarted worker makes a new pair."""
         return (self.prefill.record.incarnation, self.decode.record.incarnation)
 
+    @property
+    def here(self) -> bool:
+        """No handoff: the decode worker computes the prompt."""
+        return self.prefill.record.incarnation == self.decode.record.incarnation
+
+    @property
+    def predicted_s(self) -> float:
+        return self.choice.here_s if self.here else self.choice.handoff_s
+
 
 @dataclass(frozen=True)
 class Match:
-    """Two groups that fit: each of these prefill workers may hand to each of these decode workers."""
+    """Two groups that fit: each of these prefill workers may hand to each of these decode workers.
+
+    `here`: one group of decode workers, which is both; each of them pairs with itself alone.
+    """
 
     prefills: tuple[Member, ...]
     decodes: tuple[Member, ...]
     conversions: tuple[FieldDifference, ...] = ()  # what the receivers will convert
+    here: bool = False
 
     @property
     def contract_digest(self) -> bytes:
         """Of every worker in it: groups that differ in a must-equal field never match."""
         return self.prefills[0].contract_digest
 
+    @property
+    def count(self) -> int:
+        """Pairs in it."""
+        return len(self.decodes) * (1 if self.here else len(self.prefills))
+
     def pairs(self) -> Iterator[Pair]:
         """Every pair: a product, not for the path of a request."""
+        if self.here:
+            return (Pair(d, d) for d in self.decodes)
         return (Pair(p, d, self.conversions) for p in self.prefills for d in self.decodes)
 
 
@@ -107,6 +138,7 @@ class Verdict:
 
     matches: tuple[Match, ...]
     rejections: tuple[Rejection, ...]
+    handoffs: bool = True  # they are wanted; otherwise no prefill worker is missing
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -127,10 +159,15 @@ def computes_like(member: Member) -> tuple[object, ...]:
 
 
 class Gate:
-    """Compares groups, and remembers comparisons (bounded, least recently used goes first)."""
+    """Compares groups, and remembers comparisons (bounded, least recently used goes first).
 
-    def __init__(self, allow_lossy: bool = False) -> None:
+    Args:
+        disaggregate: as in RouterSettings: whether there are handoffs, and decode workers that compute prompts.
+    """
+
+    def __init__(self, allow_lossy: bool = False, disaggregate: str = ALWAYS) -> None:
         self._allow_lossy = allow_lossy
+        self._disaggregate = disaggregate
         self._known: OrderedDict[tuple[bytes, bytes], tuple[FieldDifference, ...]] = OrderedDict()
 
     def judge(self, members: Iterable[Member]) -> Verdict:
@@ -142,7 +179,7 @@ class Gate:
             side.setdefault(member.group, []).append(member)
         matches: list[Match] = []
         rejections: list[Rejection] = []
-        for left in prefills.values():
+        for left in prefills.values() if self._disaggregate != NEVER else ():
             for right in decodes.values():
                 differences = self._compare(left[0], right[0])
                 refused = refusals(differences, self._may_lose(left[0], right[0]))
@@ -150,7 +187,11 @@ class Gate:
                     rejections.append(Rejection(tuple(m.id for m in left), tuple(m.id for m in right), refused))
                 else:
                     matches.append(Match(tuple(left), tuple(right), differences))
-        return Verdict(tuple(matches), tuple(rejections))
+        for right in decodes.values() if self._disaggregate != ALWAYS else ():
+            able = tuple(member for member in right if member.record.takes_prompts)
+            if able:
+                matches.append(Match(able, able, here=True))
+        return Verdict(tuple(matches), tuple(rejections), self._disaggregate != NEVER)
 
     def differences(self, prefill: Member, decode: Member) -> tuple[FieldDifference, ...]:
         """All differences of two workers, informational ones too (those are not remembered)."""
@@ -180,7 +221,7 @@ class Gate:
 def narrowed(matches: Iterable[Match], keep: Callable[[Member], bool]) -> tuple[Match, ...]:
     """The matches with only the members that `keep` likes."""
     kept = [
-        Match(tuple(filter(keep, match.prefills)), tuple(filter(keep, match.decodes)), match.conversions)
+        replace(match, prefills=tuple(filter(keep, match.prefills)), decodes=tuple(filter(keep, match.decodes)))
         for match in matches
     ]
     return tuple(match for match in kept if match.prefills and match.decodes)
@@ -193,6 +234,10 @@ def without(matches: Iterable[Match], tried: Collection[tuple[bytes, bytes]]) ->
     touched = {prefill for prefill, _ in tried}
     left = []
     for match in matches:
+        if match.here:
+            able = tuple(d for d in match.decodes if Pair(d, d).key not in tried)
+            left.append(replace(match, prefills=able, decodes=able))
+            continue
         untouched = tuple(p for p in match.prefills if p.record.incarnation not in touched)
         left.append(replace(match, prefills=untouched))
         for prefill in match.prefills:
@@ -205,7 +250,14 @@ def without(matches: Iterable[Match], tried: Collection[tuple[bytes, bytes]]) ->
 def explain(members: Iterable[Member], verdict: Verdict, model: str) -> PdserveError:
     """The error for a model without a match; names the missing pool or the diff."""
     roles = {member.record.role for member in members}
-    missing = [role for role in (PREFILL, DECODE) if role not in roles]
+    missing = [role for role in ((PREFILL, DECODE) if verdict.handoffs else (DECODE,)) if role not in roles]
+    if not missing and not verdict.handoffs:
+        return Unavailable(
+            f"no decode worker of model {model!r} computes prompts itself",
+            reason="NO_DECODE_WORKER",
+            field="router.disaggregate",
+            remedy="update the decode workers, or let prefill workers compute the prompts",
+        )
     if missing:
         pools = " and no ".join(missing)
         return Unavailable(

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pdserve.errors import Internal, InvalidRequest, NotFound, PdserveError, Unavailable, shown
 from pdserve.request import SamplingParams, check_token_ids
@@ -118,8 +119,10 @@ class Intake:
         ids = await encode(ask.prompt, tokenizer, limit)
         check_prompt_length(len(ids), limit)
         check_token_ids(ids, contract.vocab_size)
-        ask.sampling.check(contract.vocab_size)
-        sampling, least = complete(ask.sampling, len(ids), limit)
+        asked = with_defaults(ask, tokenizer)
+        asked = asked if ask.adapt is None else ask.adapt(tokenizer, asked)
+        asked.check(contract.vocab_size)
+        sampling, least = complete(asked, len(ids), limit)
         return _Reading(
             contract_digest=matches[0].contract_digest,
             tokenizer_digest=contract.tokenizer_digest,
@@ -129,6 +132,23 @@ class Intake:
             sampling=sampling,
             least_tokens=least,
         )
+
+    async def text_of(self, name: str) -> tuple[Tokenizer, Room]:
+        """The tokenizer that requests for this model are read with, and the room they have.
+
+        Raises NotFound, Unavailable or Incompatible as `take` does, and InvalidRequest for a model without tokenizer.
+        """
+        model = self._model(name)
+        ready, verdict = self._pool.ready(model), self._pool.verdict(model)
+        matches = next(by_contract(verdict), ())
+        if not matches:
+            raise explain(ready, verdict, model)
+        tokenizer = await self.tokenizer(ready, matches[0].prefills[0].record.contract.tokenizer_digest)
+        if tokenizer is None:
+            raise InvalidRequest(
+                "this model has no tokenizer", reason="NO_TOKENIZER", field="model", remedy="send token ids"
+            )
+        return tokenizer, widest(matches)
 
     async def tokenizer(self, members: Sequence[Member], digest: bytes) -> Tokenizer | None:
         """None for models without one (an empty digest)."""
@@ -157,6 +177,15 @@ class Intake:
         return name
 
 
+def with_defaults(ask: Ask, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The sampling, with the model's own defaults where the caller left it to them."""
+    stated = {} if tokenizer is None else tokenizer.bundle.sampling
+    taken: dict[str, Any] = {name: value for name, value in stated.items() if name in ask.unset}
+    if "top_k" in taken:
+        taken["top_k"] = int(taken["top_k"])
+    return replace(ask.sampling, **taken) if taken else ask.sampling
+
+
 def _cut(asked: SamplingParams, given: SamplingParams) -> tuple[str, ...]:
     """An answer that ends before the length its caller named should not look as if that length were reached."""
     if asked.max_tokens == given.max_tokens or asked.max_tokens is None:
@@ -168,7 +197,7 @@ def by_contract(verdict: Verdict) -> Iterator[tuple[Match, ...]]:
     """The matches of each contract, that which most pairs share first: a request keeps to one model and tokenizer."""
     votes: Counter[bytes] = Counter()
     for match in verdict.matches:
-        votes[match.contract_digest] += len(match.prefills) * len(match.decodes)
+        votes[match.contract_digest] += match.count
     for winner in sorted(votes, key=lambda digest: (-votes[digest], digest)):
         yield tuple(match for match in verdict.matches if match.contract_digest == winner)
 

@@ -81,7 +81,7 @@ class Answer(ABC):
         if isinstance(event, Finish):
             return self._ending(choice, event)
         text, logprobs = self._take(choice, event)
-        if logprobs is None and not self._wants_ids:
+        if logprobs is None and not self._wants_ids and not self._has_more(choice):
             return self._quick(choice, text)
         body = self._delta(choice, text, logprobs, None)
         return sse(self._chunk({**body, "token_ids": list(event.ids)} if self._wants_ids else body))
@@ -105,6 +105,17 @@ class Answer(ABC):
         """What OpenAI's clients do not know, and only comes when asked for: `pdserve_record`."""
         return {} if self.record is None else {"pdserve_record": asdict(self.record)}
 
+    def _visible(self, choice: Choice, text: str, last: bool) -> str:
+        """What of a piece of output is text to show."""
+        return text
+
+    def _has_more(self, choice: Choice) -> bool:
+        """There is something besides text to tell now."""
+        return False
+
+    def _reason(self, choice: Choice, finish: Finish) -> str:
+        return finish.reason
+
     @abstractmethod
     def _delta(self, choice: Choice, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
         """A choice of a stream's chunk."""
@@ -122,7 +133,7 @@ class Answer(ABC):
         """Kept positions as they are sent."""
 
     def _take(self, choice: Choice, batch: TokenBatch) -> tuple[str, Json | None]:
-        text: str = choice.decoder.decode(batch.text)
+        text = self._visible(choice, choice.decoder.decode(batch.text), last=False)
         choice.text.append(text)
         choice.ids += batch.ids
         if not choice.wants_logprobs:
@@ -133,7 +144,7 @@ class Answer(ABC):
 
     def _finish(self, choice: Choice, finish: Finish) -> str:
         """The rest of its text: bytes of a character that never ended become a replacement sign here, and only here."""
-        rest: str = choice.decoder.decode(b"", final=True)
+        rest = self._visible(choice, choice.decoder.decode(b"", final=True), last=True)
         choice.text.append(rest)
         choice.finish = finish
         return rest
@@ -149,7 +160,8 @@ class Answer(ABC):
         return (before + encode_basestring(text) + after).encode()
 
     def _ending(self, choice: Choice, finish: Finish) -> bytes:
-        body = self._delta(choice, self._finish(choice, finish), None, finish.reason)
+        rest = self._finish(choice, finish)
+        body = self._delta(choice, rest, None, self._reason(choice, finish))
         return sse({**self._chunk(body), **self.extension()})
 
     def _whole(self, choice: Choice) -> Json:

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from pdserve.errors import shown
-from pdserve.request import SamplingParams
+from pdserve.request import Grammar, SamplingParams
+from pdserve.tokenizer.bundle import SAMPLING_NAMES
 from router.openai_json import Strict, refused
+from router.openai_messages import ResponseFormat, StructuredOutputs
 
 Number = StrictFloat | StrictInt
 Always1 = Annotated[StrictInt, Field(ge=1, le=1)]
@@ -30,6 +32,7 @@ _PLAIN_OPTIONS = (
     "repetition_penalty",
     "min_tokens",
     "ignore_eos",
+    "skip_special_tokens",
 )
 
 
@@ -61,6 +64,9 @@ class CommonBody(Strict):
     return_token_ids: StrictBool | None = None  # beside the text, and so an event for every step of a stream
     user: StrictStr | None = None  # accepted and ignored: a label of the caller's, never an identity
     pdserve_record: StrictBool = False  # the handoff record, in the answer or in the last chunk of a stream
+    skip_special_tokens: StrictBool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     store: Literal[False] | None = None
     metadata: Annotated[dict[StrictStr, Any], Field(max_length=0)] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -74,8 +80,19 @@ class CommonBody(Strict):
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "it needs stream", "set stream to true, or leave it out")
 
+    @property
+    def unset(self) -> frozenset[str]:
+        return frozenset(name for name in SAMPLING_NAMES if getattr(self, name) is None)
+
+    def grammar(self) -> Grammar | None:
+        first = None if self.response_format is None else self.response_format.grammar_of()
+        second = None if self.structured_outputs is None else self.structured_outputs.grammar_of()
+        if first is not None and second is not None:
+            raise refused("structured_outputs", "it is given together with response_format", "send one of them")
+        return first or second
+
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises InvalidRequest for a key of logit_bias that is no token id."""
+        """Raises InvalidRequest for a key of logit_bias that is no token id, and for two grammars."""
         given = {name: value for name in _PLAIN_OPTIONS if (value := getattr(self, name)) is not None}
         if given.get("top_k") == -1:
             given["top_k"] = 0
@@ -84,6 +101,7 @@ class CommonBody(Strict):
             logprobs=logprobs,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            grammar=self.grammar(),
             logit_bias={_token_id(key): _bias(bias) for key, bias in (self.logit_bias or {}).items()},
             **given,
         )

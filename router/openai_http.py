@@ -28,12 +28,14 @@ from pdserve.errors import (
     PdserveError,
     Unauthenticated,
 )
+from pdserve.request import check_token_ids
 from router.auth import HEADER, Authenticator
 from router.intake import Intake
 from router.openai_answer import Answer
 from router.openai_chat import ChatAnswer
+from router.openai_json import parse
 from router.openai_render import BODY_TOO_LARGE, Json, dumps, error_body, error_status, model, models
-from router.openai_schema import parse_chat, parse_completion
+from router.openai_schema import DetokenizeBody, TokenizeBody, parse_chat, parse_completion
 from router.openai_stream import EventStreamResponse, chunks, following, merged, while_connected
 from router.openai_text import TextAnswer, echo_of
 from router.orchestrate import Orchestrator
@@ -41,7 +43,7 @@ from router.pool import Pool
 from router.request import Ask
 from router.request import Request as Checked
 from router.settings import RouterSettings
-from router.tokens import unknown_model
+from router.tokens import encode, unknown_model
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,8 @@ class OpenAiApi:
             routes=[
                 Route("/v1/chat/completions", self._known(self.chat_completions), methods=["POST"]),
                 Route("/v1/completions", self._known(self.completions), methods=["POST"]),
+                Route("/tokenize", self._known(self.tokenize), methods=["POST"]),
+                Route("/detokenize", self._known(self.detokenize), methods=["POST"]),
                 Route("/v1/models", self._known(self.list_models)),
                 Route("/v1/models/{name:path}", self._known(self.get_model)),
                 Route("/healthz", self.healthz),
@@ -93,11 +97,15 @@ class OpenAiApi:
 
     async def chat_completions(self, http: Request, tenant: str) -> Response:
         body = parse_chat(await self._read_body(http))
+        tools = body.tool_use()
 
         async def answer_to(requests: Sequence[Checked]) -> Answer:
-            return ChatAnswer(requests, wants_usage=body.wants_usage, wants_ids=bool(body.return_token_ids))
+            return ChatAnswer(
+                requests, wants_usage=body.wants_usage, wants_ids=bool(body.return_token_ids), tools=tools
+            )
 
-        return await while_connected(http.receive, self._answer((body.ask(),), tenant, bool(body.stream), answer_to))
+        work = self._answer((body.ask(tools),), tenant, bool(body.stream), answer_to)
+        return await while_connected(http.receive, work)
 
     async def completions(self, http: Request, tenant: str) -> Response:
         body = parse_completion(await self._read_body(http))
@@ -111,6 +119,30 @@ class OpenAiApi:
             )
 
         return await while_connected(http.receive, self._answer(asks, tenant, bool(body.stream), answer_to))
+
+    async def tokenize(self, http: Request, tenant: str) -> Response:
+        """The ids a prompt would have, in the form that vLLM gave this."""
+        body = parse(await self._read_body(http), TokenizeBody)
+        prompt = body.asked()
+        tokenizer, room = await self._intake.text_of(body.model)
+        ids = await encode(prompt, tokenizer, room)
+        answer: Json = {"count": len(ids), "max_model_len": room.total, "tokens": ids}
+        if body.return_token_strs:
+            answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
+        return reply(200, answer)
+
+    async def detokenize(self, http: Request, tenant: str) -> Response:
+        body = parse(await self._read_body(http), DetokenizeBody, ids="tokens")
+        ids = body.ids()
+        tokenizer, room = await self._intake.text_of(body.model)
+        if len(ids) > room.total:
+            raise InvalidRequest(
+                f"there are {len(ids)}", reason="TOO_MANY_TOKENS", field="tokens", remedy=f"send at most {room.total}"
+            )
+        if ids:
+            check_token_ids(ids, tokenizer.vocab_size, "tokens")
+        text = await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=body.skip_special_tokens)
+        return reply(200, {"prompt": text})
 
     async def list_models(self, http: Request, tenant: str) -> Response:
         return reply(200, models(self._pool.models()))

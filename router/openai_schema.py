@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import StrictBool, StrictInt, StrictStr
 
 from pdserve.errors import shown
 from pdserve.request import MAX_LOGPROBS, SamplingParams
 from router.openai_fields import NEUTRAL, Always1, CommonBody
-from router.openai_json import MAX_ENTRIES, Body, Strict, parse, refused
+from router.openai_json import MAX_ENTRIES, Strict, parse, refused
+from router.openai_messages import Message, ToolChoice, tool_use
+from router.openai_tools import ToolUse
 from router.request import Ask, ChatPrompt, TextPrompt, TokenPrompt
 
 __all__ = ["MAX_ENTRIES", "ChatCompletionBody", "CompletionBody", "parse_body", "parse_chat", "parse_completion"]
@@ -18,53 +20,43 @@ MAX_PROMPTS = 128  # of one body
 _DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: StrictStr
-
-
-class Message(Strict):
-    """One turn. The fields below `name` exist because clients send answers back as they got them."""
-
-    role: StrictStr
-    content: StrictStr | list[TextPart] | None = None
-    name: StrictStr | None = None
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-
-    def plain(self) -> dict[str, str]:
-        """Without what is None: the tokenizer refuses a message without content, by its place."""
-        content = "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content
-        given = {"role": self.role, "content": content, "name": self.name}
-        return {key: value for key, value in given.items() if value is not None}
-
-
-class PlainText(Strict):
-    type: Literal["text"]
-
-
 class ChatCompletionBody(CommonBody):
     messages: list[Message]
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    # OpenAI's fields that are not served, with the values that ask for nothing: many clients send them.
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[Any] | None = None  # see `tool_use`
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
-    response_format: PlainText | None = None
-    modalities: tuple[Literal["text"]] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool = False
+    chat_template_kwargs: dict[StrictStr, Any] | None = None
+    modalities: tuple[Literal["text"]] | None = None  # that which asks for nothing: many clients send it
 
-    def ask(self) -> Ask:
+    def tool_use(self) -> ToolUse | None:
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def ask(self, tools: ToolUse | None) -> Ask:
         """Raises InvalidRequest for fields that contradict each other."""
+        sampling = self.sampling(self._max_tokens(), self._logprobs())
+        if tools is not None and sampling.grammar is not None:
+            raise refused("response_format", "it contradicts tools", "leave one out, or set tool_choice to none")
         return Ask(
-            prompt=ChatPrompt(tuple(message.plain() for message in self.messages)),
-            sampling=self.sampling(self._max_tokens(), self._logprobs()),
+            prompt=self.prompt(tools is not None),
+            sampling=sampling,
             model=self.model,
             want_record=self.pdserve_record,
+            unset=self.unset,
+            adapt=None if tools is None else tools.adapt,
+        )
+
+    def prompt(self, with_tools: bool) -> ChatPrompt:
+        return ChatPrompt(
+            messages=tuple(message.plain(f"messages[{n}]") for n, message in enumerate(self.messages)),
+            tools=tuple(self.tools or ()) if with_tools else (),
+            add_generation_prompt=prompts_answer(self.add_generation_prompt, self.continue_final_message),
+            continue_final_message=self.continue_final_message,
+            variables=self.chat_template_kwargs or {},
         )
 
     def _max_tokens(self) -> int | None:
@@ -82,23 +74,30 @@ class ChatCompletionBody(CommonBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+def prompts_answer(given: bool | None, continues: bool) -> bool:
+    """Whether the template's header of an answer comes last: by default, unless the last message goes on."""
+    return not continues if given is None else given
+
+
 class CompletionBody(CommonBody):
     prompt: Any  # a text, a list of texts, token ids, or a list of lists of them: see `prompts`
     best_of: Always1 | None = None
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
     suffix: None = None
+    add_special_tokens: StrictBool = True
 
     def asks(self) -> tuple[Ask, ...]:
         """One for each prompt. Raises InvalidRequest for fields that contradict each other."""
-        prompts = prompts_of(self.prompt)
+        prompts = prompts_of(self.prompt, self.add_special_tokens)
         if self.echo and self.logprobs is not None:
             problem = "log probabilities of a prompt are not computed"
             raise refused("echo", problem, "leave out echo, or logprobs", "PROMPT_LOGPROBS")
         if self.pdserve_record and len(prompts) > 1:
             raise refused("pdserve_record", "there is one for each request", "send one prompt")
         sampling = self._sampling()
-        return tuple(Ask(prompt, sampling, self.model, want_record=self.pdserve_record) for prompt in prompts)
+        record = self.pdserve_record
+        return tuple(Ask(prompt, sampling, self.model, want_record=record, unset=self.unset) for prompt in prompts)
 
     def _sampling(self) -> SamplingParams:
         max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
@@ -107,25 +106,23 @@ class CompletionBody(CommonBody):
         return self.sampling(max_tokens, self.logprobs)
 
 
-def prompts_of(value: Any) -> tuple[TextPrompt | TokenPrompt, ...]:
+def prompts_of(value: Any, add_special: bool = True) -> tuple[TextPrompt | TokenPrompt, ...]:
     """Raises InvalidRequest naming the entry that is neither text nor token ids."""
-    if isinstance(value, str):
-        return (TextPrompt(value),)
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        return (_prompt(value, "prompt", add_special),)
     if not isinstance(value, list):
         raise refused("prompt", f"a {type(value).__name__} is no prompt", "send text or token ids")
     if not value:
         raise refused("prompt", "the prompt is empty", "send some text", "EMPTY_PROMPT")
-    if type(value[0]) is int:
-        return (_tokens(value, "prompt"),)
     if len(value) > MAX_PROMPTS:
         problem = f"there are {len(value)} prompts"
         raise refused("prompt", problem, f"send at most {MAX_PROMPTS} in one request", "TOO_MANY_PROMPTS")
-    return tuple(_prompt(item, f"prompt[{n}]") for n, item in enumerate(value))
+    return tuple(_prompt(item, f"prompt[{n}]", add_special) for n, item in enumerate(value))
 
 
-def _prompt(value: Any, where: str) -> TextPrompt | TokenPrompt:
+def _prompt(value: Any, where: str, add_special: bool) -> TextPrompt | TokenPrompt:
     if isinstance(value, str):
-        return TextPrompt(value)
+        return TextPrompt(value, add_special)
     if not isinstance(value, list):
         raise refused(where, f"a {type(value).__name__} is no prompt", "send text or token ids")
     return _tokens(value, where)
@@ -139,24 +136,63 @@ def _tokens(value: list[Any], where: str) -> TokenPrompt:
     raise refused(f"{where}[{position}]", f"{shown(value[position])} is no token id", "send token ids only")
 
 
-_CHAT_NEUTRAL = NEUTRAL | {"tools", "tool_choice", "parallel_tool_calls", "response_format", "modalities"}
+class TokenizeBody(Strict):
+    """What a prompt's ids would be: of a text, or of a conversation through the chat template."""
+
+    model: StrictStr = ""
+    prompt: StrictStr | None = None
+    messages: list[Message] | None = None
+    tools: list[Any] | None = None
+    add_special_tokens: StrictBool = True
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool = False
+    chat_template_kwargs: dict[StrictStr, Any] | None = None
+    return_token_strs: StrictBool | None = None
+
+    def asked(self) -> TextPrompt | ChatPrompt:
+        """Raises InvalidRequest unless there is one prompt."""
+        if (self.prompt is None) == (self.messages is None):
+            raise refused("prompt", "there must be a prompt or messages", "send one of them", "MISSING_FIELD")
+        if self.prompt is not None:
+            return TextPrompt(self.prompt, self.add_special_tokens)
+        tool_use(self.tools, None, None)
+        return ChatPrompt(
+            messages=tuple(message.plain(f"messages[{n}]") for n, message in enumerate(self.messages or ())),
+            tools=tuple(self.tools or ()),
+            add_generation_prompt=prompts_answer(self.add_generation_prompt, self.continue_final_message),
+            continue_final_message=self.continue_final_message,
+            variables=self.chat_template_kwargs or {},
+        )
+
+
+class DetokenizeBody(Strict):
+    model: StrictStr = ""
+    tokens: Any
+    skip_special_tokens: StrictBool = True
+
+    def ids(self) -> tuple[int, ...]:
+        """Raises InvalidRequest naming the entry that is no token id."""
+        if not isinstance(self.tokens, list):
+            raise refused("tokens", f"a {type(self.tokens).__name__} is no list of ids", "send token ids")
+        return _tokens(self.tokens, "tokens").ids
+
+
+_CHAT_NEUTRAL = NEUTRAL | {"modalities"}
 _TEXT_NEUTRAL = NEUTRAL | {"suffix"}
 
 
 def parse_chat(data: bytes) -> ChatCompletionBody:
     """Raises InvalidRequest naming the first field that cannot be taken."""
-    return _checked(parse(data, ChatCompletionBody, neutral=_CHAT_NEUTRAL))
+    body = parse(data, ChatCompletionBody, neutral=_CHAT_NEUTRAL)
+    body.check_stream()
+    return body
 
 
 def parse_completion(data: bytes) -> CompletionBody:
     """Raises InvalidRequest naming the first field that cannot be taken."""
-    return _checked(parse(data, CompletionBody, ids="prompt", neutral=_TEXT_NEUTRAL))
+    body = parse(data, CompletionBody, ids="prompt", neutral=_TEXT_NEUTRAL)
+    body.check_stream()
+    return body
 
 
 parse_body = parse_chat
-
-
-def _checked(body: Body) -> Body:
-    if isinstance(body, CommonBody):
-        body.check_stream()
-    return body

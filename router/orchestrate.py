@@ -28,6 +28,7 @@ from router.attempt import Attempts, failed
 from router.backlog import Backlog, Event, Moved
 from router.channels import WorkerChannels
 from router.failures import deadline_exceeded, draining, movable
+from router.outcomes import Outcomes
 from router.planner import Planner
 from router.pool import Pool
 from router.record import Account
@@ -46,6 +47,7 @@ class Orchestrator:
         self._channels = channels
         self._settings = settings
         self._planner = Planner(pool, settings.prefix_blocks, settings.max_attempts, rng or random.Random())
+        self.outcomes = Outcomes(settings.disaggregate)
         self._running: set[asyncio.Task[None]] = set()
         self._draining = False
         self._idle = asyncio.Event()
@@ -95,7 +97,7 @@ class Orchestrator:
 
     async def _run(self, request: Request, backlog: Backlog) -> None:
         """A record and one log line, however the request comes out."""
-        account = Account(request)
+        account = Account(request, outcomes=self.outcomes)
         try:
             await self._in_time(account, backlog)
         except PdserveError as error:

@@ -3,6 +3,9 @@
 Two candidates at random, the cheaper one wins, ties at random: routers that share a pool
 and look at the same old numbers do not all run to the same worker. A worker that probably
 holds part of the prompt joins the draw, or a large pool would rarely see its caches again.
+
+Where both a handoff and prefilling at the decode worker are allowed, the best of each that was drawn are compared by
+their predicted times (prediction.py).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import TypeVar
 from pdserve.errors import InvalidRequest
 from pdserve.registry.records import PREFILL, Load
 from router.gate import Choice, Match, Member, Pair
+from router.prediction import Forecast, Site, at_decode, by_handoff, bytes_per_token
 
 T = TypeVar("T")
 
@@ -41,6 +45,10 @@ class Demand:
     prompt_tokens: int
     cache_tokens: int  # what decode takes pages for at once, see `cache_tokens`
     held: Mapping[bytes, int]
+    failed: bool = False  # a handoff, for this request
+
+
+Prompts = Callable[[Member], tuple[int, ...]]
 
 
 def cache_tokens(prompt_tokens: int, max_tokens: int) -> int:
@@ -146,21 +154,85 @@ def pick(
     return options[rng.choice([i for i, c in zip(drawn, costs, strict=True) if c == lowest])]
 
 
-def place(matches: Sequence[Match], demand: Demand, load: Callable[[Member], Load], rng: random.Random) -> Pair:
-    """Picks the prefill worker first (it decides the first token), then a decode worker that fits it.
+def place(
+    matches: Sequence[Match],
+    demand: Demand,
+    load: Callable[[Member], Load],
+    rng: random.Random,
+    prompts: Prompts = lambda member: (),
+) -> Pair:
+    """The pair, with the reasons for it.
 
-    `matches` must not be empty; `load` gives a member's load with the router's own corrections.
+    Args:
+        matches: not empty.
+        load: of a member, with the router's own corrections.
+        prompts: sizes of the prompts that the router has at a member.
     """
 
+    def site(member: Member) -> Site:
+        return Site(load(member), prompts(member), _held(demand, member))
+
+    handoffs, here = ([m for m in matches if m.here is kind] for kind in (False, True))
+    pair = _by_handoff(handoffs, demand, load, rng) if handoffs else None
+    handoff = None
+    if pair is not None:
+        size = bytes_per_token(pair.prefill.record.contract)
+        handoff = by_handoff(site(pair.prefill), site(pair.decode), demand.prompt_tokens, size)
+    rate = load(pair.prefill).prefill_tokens_per_s if pair is not None else 0.0
+
+    def forecast(member: Member) -> Forecast:
+        return at_decode(site(member), demand.prompt_tokens, rate)
+
+    decodes = {member.record.incarnation: member for match in here for member in match.decodes}
+    if not decodes:
+        return _chosen(pair, "mode", handoff, None)
+    member = pick(list(decodes.values()), lambda m: forecast(m).cost_s, rng, lambda m: _held(demand, m))
+    alone = Pair(member, member, choice=Choice(0, len(decodes), 0.0, _decode_cost(demand, load(member), member)))
+    local = forecast(member)
+    if handoff is None:
+        return _chosen(alone, "refused" if demand.failed else "only", None, local)
+    # Until the prefill worker has a rate it is given prompts, or it would never get one.
+    known = handoff.measured or handoff.first_token_s == float("inf")
+    best = alone if known and local.cost_s < handoff.cost_s else pair
+    return _chosen(best, "cheaper" if handoff.measured and local.measured else "unmeasured", handoff, local)
+
+
+def _chosen(pair: Pair | None, reason: str, handoff: Forecast | None, local: Forecast | None) -> Pair:
+    if pair is None:
+        raise ValueError("a place was looked for among no pairs")
+    mine = local if pair.here else handoff
+    choice = replace(
+        pair.choice,
+        reason=reason,
+        handoff_s=min(handoff.first_token_s, MAX_COST) if handoff else 0.0,
+        here_s=min(local.first_token_s, MAX_COST) if local else 0.0,
+        penalty_s=local.penalty_s if local else 0.0,
+        measured=mine is not None and mine.measured,
+    )
+    return replace(pair, choice=choice)
+
+
+def _held(demand: Demand, member: Member) -> int:
+    return min(demand.held.get(member.record.incarnation, 0), demand.prompt_tokens - 1)
+
+
+def _decode_cost(demand: Demand, load: Load, member: Member) -> float:
+    page_size = member.record.contract.page_size
+    cost = decode_cost(load, demand.prompt_tokens, demand.cache_tokens, _held(demand, member), page_size)
+    return min(cost, MAX_COST)
+
+
+def _by_handoff(matches: Sequence[Match], demand: Demand, load: Callable[[Member], Load], rng: random.Random) -> Pair:
+    """Picks the prefill worker first (it decides the first token), then a decode worker that fits it."""
+
     def held(member: Member) -> int:
-        return min(demand.held.get(member.record.incarnation, 0), demand.prompt_tokens - 1)
+        return _held(demand, member)
 
     def prefill(member: Member) -> float:
         return prefill_cost(load(member), demand.prompt_tokens, held(member), member.record.contract.page_size)
 
     def decode(member: Member) -> float:
-        page_size = member.record.contract.page_size
-        return decode_cost(load(member), demand.prompt_tokens, demand.cache_tokens, held(member), page_size)
+        return _decode_cost(demand, load(member), member)
 
     # One prefill group may match several decode groups.
     prefills = {member.record.incarnation: member for match in matches for member in match.prefills}
@@ -169,7 +241,7 @@ def place(matches: Sequence[Match], demand: Demand, load: Callable[[Member], Loa
         Pair(chosen, d, match.conversions) for match in matches if chosen in match.prefills for d in match.decodes
     ]
     pair = pick(fitting, lambda pair: decode(pair.decode), rng, lambda pair: held(pair.decode))
-    costs = min(prefill(pair.prefill), MAX_COST), min(decode(pair.decode), MAX_COST)
+    costs = min(prefill(pair.prefill), MAX_COST), decode(pair.decode)
     return replace(pair, choice=Choice(len(prefills), len(fitting), *costs))
 
 

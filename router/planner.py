@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pdserve.errors import PdserveError, Unavailable
-from pdserve.registry.records import DECODE
+from pdserve.registry.records import DECODE, PREFILL
 from router.failures import for_client
 from router.gate import Match, Member, Pair, computes_like, explain, narrowed, without
 from router.placement import Demand, cache_tokens, member_room, place
@@ -102,8 +102,9 @@ class Planner:
         request = account.request
         prompt_tokens = account.prefill_tokens
         held = self._prefixes.held_tokens(links(request))
-        demand = Demand(prompt_tokens, cache_tokens(prompt_tokens, max_tokens - account.output_tokens), held)
-        return place(narrowed(matches, unblamed) or matches, demand, self._pool.load, self._rng)
+        size = cache_tokens(prompt_tokens, max_tokens - account.output_tokens)
+        demand = Demand(prompt_tokens, size, held, failed=any(not trial.pair.here for trial in account.trials))
+        return place(narrowed(matches, unblamed) or matches, demand, self._pool.load, self._rng, self._pool.prompts)
 
     def _nothing_for(self, request: Request) -> PdserveError:
         """Why not even a first attempt can be made."""
@@ -120,7 +121,10 @@ class Planner:
 
 def alike(matches: tuple[Match, ...], pair: Pair) -> tuple[Match, ...]:
     """The members that compute in the same way as this pair."""
-    ways = {member.record.role: computes_like(member) for member in (pair.prefill, pair.decode)}
+    prefill, decode = computes_like(pair.prefill), computes_like(pair.decode)
+    if prefill != decode:  # what one worker computes alone is not alike
+        matches = tuple(match for match in matches if not match.here)
+    ways = {PREFILL: prefill, DECODE: decode}
     return narrowed(matches, lambda member: computes_like(member) == ways[member.record.role])
 
 

@@ -36,7 +36,7 @@ class Job:
     """This router's own work on one worker; `pool.begin` starts it, `pool.end` ends it."""
 
     member: Member
-    prompt_tokens: int
+    prompt_tokens: int  # at a decode worker not 0 only for a prompt that it computes itself, which is a job of its own
     pages: int
     started: float
     ended: float | None = None
@@ -54,10 +54,13 @@ def corrected(load: Load, jobs: Sequence[Job], renewed_at: float, role: str) -> 
         return max(0, reported - sum(map(size, ended))) + sum(map(size, begun))
 
     held = moved(load.pages_held, lambda job: job.pages)
+    prompts = moved(load.queued_prefill_tokens, lambda job: job.prompt_tokens)
     if role == PREFILL:
         queued = moved(load.queued_tokens, lambda job: job.prompt_tokens)
-        return replace(load, waiting=moved(load.waiting, lambda job: 1), queued_tokens=queued, pages_held=held)
-    return replace(load, running=moved(load.running, lambda job: 1), pages_held=held)
+        waiting = moved(load.waiting, lambda job: 1)
+        return replace(load, waiting=waiting, queued_tokens=queued, queued_prefill_tokens=prompts, pages_held=held)
+    running = moved(load.running, lambda job: not job.prompt_tokens)
+    return replace(load, running=running, queued_prefill_tokens=prompts, pages_held=held)
 
 
 class Pool:
@@ -164,7 +167,7 @@ class Pool:
         """Notes work given to a worker before its next report does. The caller must `end` it.
 
         Args:
-            prompt_tokens: to compute.
+            prompt_tokens: to compute; 0 for the streams of a decode worker.
             cache_tokens: to hold pages for.
         """
         pages = -(-cache_tokens // member.record.contract.page_size)
@@ -182,6 +185,11 @@ class Pool:
         """What the worker last reported, corrected by our own work since."""
         jobs = self._jobs.get(member.record.incarnation, ())
         return corrected(member.record.load, jobs, self._renewed_at(member.record.incarnation), member.record.role)
+
+    def prompts(self, member: Member) -> tuple[int, ...]:
+        """Tokens of each prompt that this router has given the worker and that is not known to be computed."""
+        jobs = self._jobs.get(member.record.incarnation, ())
+        return tuple(job.prompt_tokens for job in jobs if job.prompt_tokens and job.ended is None)
 
     def steps(self, member: Member) -> int | None:
         """Engine steps since boot, as the worker last reported them; None for one that is gone."""

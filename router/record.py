@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 
 from pdserve.errors import FieldDifference, PdserveError, shown
-from pdserve.rpc.events import AttemptRecord, Finish, GroupPair, HandoffRecord, TokenBatch
+from pdserve.rpc.events import AttemptRecord, Finish, GroupPair, HandoffRecord, Prefilled, TokenBatch
 from router.gate import Member, Pair, Verdict, computes_like
+from router.outcomes import Outcomes
 from router.placement import room
 from router.request import Ask, Request
 from router.wire import PrefillReport
@@ -65,6 +66,11 @@ class Trial:
             prefill_ms=r.prefill_ms,
             push_ms=r.push_ms,
             transfer_ms=r.transfer_ms,
+            placement="decode" if self.pair.here else "handoff",
+            placement_reason=choice.reason,
+            predicted_handoff_ms=1000 * choice.handoff_s,
+            predicted_decode_ms=1000 * choice.here_s,
+            decode_penalty_ms=1000 * choice.penalty_s,
         )
 
 
@@ -95,6 +101,7 @@ class Account:
     last_token_at: float = 0.0
     ended_at: float = 0.0
     outcome: str = "INTERNAL"  # until it is known
+    outcomes: Outcomes = field(default_factory=Outcomes)  # of all requests
 
     @property
     def started(self) -> bool:
@@ -124,6 +131,7 @@ class Account:
         self.attempts += 1
         self.tried.add(pair.key)
         self.trials.append(Trial(pair, self.output_tokens))
+        self.outcomes.begun(pair)
         prefill, decode = (m.record.contract.info.get("deterministic", "false") for m in (pair.prefill, pair.decode))
         if prefill != decode and _MIXED_MODES not in self.notes:
             self.note(_MIXED_MODES)
@@ -165,6 +173,7 @@ class Account:
             self.tried = {trial.pair.key}
             self.began_on = self.began_on or trial.pair
             trial.first_token_at, trial.outcome, trial.failed_worker = self.last_token_at, "", ""
+            self.outcomes.first_token(trial.pair, trial.first_token_at - trial.begun)
         trial.output_tokens += len(batch.ids)
         self.output_ids += batch.ids
         self.promised = self.max_tokens
@@ -175,6 +184,17 @@ class Account:
         trial.report = report
         if not trial.first_index:
             self.cached_tokens = max(0, len(self.request.prompt_ids) - report.computed_tokens)
+
+    def computed(self, prefilled: Prefilled) -> None:
+        """Takes the figures of a decode worker that computed the prompt itself."""
+        report = replace(
+            _NO_REPORT,
+            computed_tokens=prefilled.computed_tokens,
+            cached_tokens=prefilled.cached_tokens,
+            queued_ms=prefilled.queued_ms,
+            prefill_ms=prefilled.prefill_ms,
+        )
+        self.reported(report)
 
     def end(self, outcome: str) -> None:
         """`outcome` is a finish reason or an error's reason. The last word counts."""

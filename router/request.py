@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.errors import Exhausted
@@ -24,11 +24,16 @@ def router_full(count: int) -> Exhausted:
 @dataclass(frozen=True)
 class TextPrompt:
     text: str
+    add_special: bool = True  # with what the model wants around a prompt, such as its begin token
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    messages: tuple[Mapping[str, str], ...]  # each with role and content
+    messages: tuple[Mapping[str, object], ...]  # each with role and content
+    tools: tuple[Mapping[str, object], ...] = ()  # functions that the template shows
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, object] = field(default_factory=dict)  # further names for the template
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class TokenPrompt:
 
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+Adapt = Callable[[Tokenizer | None, SamplingParams], SamplingParams]
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class Ask:
     label: str = ""  # the caller's own, for logs only
     want_record: bool = False
     timeout_s: float | None = None  # the caller's deadline, if it has one
+    unset: frozenset[str] = frozenset()  # options of sampling that the caller left to the model's own defaults
+    adapt: Adapt | None = None  # what it also asks of the sampling, once the model is known
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -25,12 +26,14 @@ from pdserve.rpc.convert import (
 from pdserve.rpc.events import Accepted, Finish, HandoffRecord, TokenBatch, Usage
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import difference_to_proto, to_detail
+from pdserve.tokenizer.bundle import SAMPLING_NAMES
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 from router.auth import Authenticator, credentials
 from router.backlog import Moved
 from router.gate import Member
 from router.intake import Intake
 from router.orchestrate import Orchestrator
+from router.outcomes import BOUNDS, Outcomes
 from router.placement import widest
 from router.pool import Pool
 from router.request import Ask, ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -107,6 +110,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             registry_warning=self._pool.warning,
             active_requests=self._orchestrator.active,
             version=__version__,
+            placement=placement_to_proto(self._orchestrator.outcomes),
         )
 
     async def _model_info(self, name: str, created: int) -> gateway_pb2.ModelInfo:
@@ -153,6 +157,7 @@ def ask_from_proto(message: gateway_pb2.GenerateRequest, timeout_s: float | None
         label=_label(message.request_id),
         want_record=message.want_record,
         timeout_s=timeout_s,
+        unset=frozenset(name for name in SAMPLING_NAMES if not message.sampling.HasField(name)),
     )
 
 
@@ -174,13 +179,52 @@ def prompt_from_proto(message: gateway_pb2.GenerateRequest) -> Prompt:
     if kind == "text":
         return TextPrompt(message.text)
     if kind == "chat":
-        check_message_count(len(message.chat.messages))
-        return ChatPrompt(tuple({"role": m.role, "content": m.content} for m in message.chat.messages))
+        return chat_from_proto(message.chat)
     if kind == "tokens":
         return TokenPrompt(tuple(message.tokens.ids))
     raise InvalidRequest(
         "there is no prompt", reason="EMPTY_PROMPT", field="prompt", remedy="send text, chat messages or token ids"
     )
+
+
+def chat_from_proto(chat: gateway_pb2.ChatPrompt) -> ChatPrompt:
+    """Raises InvalidRequest naming the field that is no JSON."""
+    check_message_count(len(chat.messages))
+    tools, variables = _json(chat.tools_json, "tools_json", list), _json(chat.variables_json, "variables_json", dict)
+    if not all(isinstance(tool, dict) for tool in tools or ()):
+        raise _not_json("tools_json", "not every tool is an object")
+    return ChatPrompt(
+        messages=tuple(_message(m, f"messages[{n}]") for n, m in enumerate(chat.messages)),
+        tools=tuple(tools or ()),
+        add_generation_prompt=not chat.continue_final_message,
+        continue_final_message=chat.continue_final_message,
+        variables=variables or {},
+    )
+
+
+def _message(message: gateway_pb2.ChatMessage, where: str) -> dict[str, object]:
+    """Besides role and content only what is set: a template may ask whether a name is there."""
+    calls = _json(message.tool_calls_json, f"{where}.tool_calls_json", list)
+    content = message.content if message.content or not calls else None
+    more = {"name": message.name, "tool_calls": calls, "tool_call_id": message.tool_call_id}
+    return {"role": message.role, "content": content, **{key: value for key, value in more.items() if value}}
+
+
+def _json(text: str, where: str, kind: type) -> Any:
+    """None for no text."""
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _not_json(where, f"not JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise _not_json(where, f"a {type(value).__name__} instead of a {kind.__name__}")
+    return value
+
+
+def _not_json(where: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(problem, reason="INVALID_JSON", field=where, remedy="send JSON as the field documents it")
 
 
 def event_to_proto(event: Accepted | TokenBatch | HandoffRecord | Finish) -> gateway_pb2.GenerateEvent:
@@ -191,6 +235,19 @@ def event_to_proto(event: Accepted | TokenBatch | HandoffRecord | Finish) -> gat
     if isinstance(event, HandoffRecord):
         return gateway_pb2.GenerateEvent(record=record_to_proto(event))
     return gateway_pb2.GenerateEvent(finish=finish_to_proto(event))
+
+
+def placement_to_proto(outcomes: Outcomes) -> gateway_pb2.PlacementCounts:
+    return gateway_pb2.PlacementCounts(
+        disaggregate=outcomes.disaggregate,
+        handed_over=outcomes.handed_over,
+        computed_at_decode=outcomes.computed_at_decode,
+        fallbacks=outcomes.fallbacks,
+        cheaper=outcomes.cheaper,
+        predictions=outcomes.predictions,
+        bounds=BOUNDS,
+        ratios=outcomes.ratios,
+    )
 
 
 def pairs_to_proto(pool: Pool, members: tuple[Member, ...]) -> list[gateway_pb2.Pair]:

@@ -30,6 +30,8 @@ _COUNTS = (
 
 _IDLE_CONNECTIONS = 256
 
+ALWAYS, NEVER, AUTO = DISAGGREGATE = ("always", "never", "auto")
+
 
 @dataclass(frozen=True)
 class RouterSettings:
@@ -56,6 +58,11 @@ class RouterSettings:
 
     allow_lossy: bool = False
     """Does not refuse pairs that differ in KV, weight and activation precision, if both workers consent, too."""
+
+    disaggregate: str = ALWAYS
+    """Who computes prompts. always: a prefill worker, without which nothing is served. never: the decode worker that
+    goes on with them. auto: whichever is predicted to be cheaper, from the rates that workers measure; the decode
+    worker, too, where no prefill worker is left. For the operator to set: a request cannot choose."""
 
     request_timeout_s: float = 600.0
     """Longest life of one request, all attempts and the whole answer included."""
@@ -134,6 +141,8 @@ class RouterSettings:
                 raise not_allowed("router", name, getattr(self, name), "at least 1")
         if not 0 <= self.grace_s < float("inf"):
             raise not_allowed("router", "grace_s", self.grace_s, "0 seconds or more")
+        if self.disaggregate not in DISAGGREGATE:
+            raise not_allowed("router", "disaggregate", self.disaggregate, f"one of {', '.join(DISAGGREGATE)}")
         if not self.tenant:
             raise not_allowed("router", "tenant", self.tenant, "a name")
         check_tenants(self.tenants)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pdserve.errors import DataLoss, InvalidRequest, NotFound, PdserveError, Unavailable, shown
 from pdserve.tokenizer import Bundle, Tokenizer
@@ -99,7 +99,7 @@ async def encode(prompt: Prompt, tokenizer: Tokenizer | None, limit: Room) -> tu
         )
     if isinstance(prompt, ChatPrompt):
         check_message_count(len(prompt.messages))
-        size = sum(_MESSAGE_CHARACTERS + sum(map(len, message.values())) for message in prompt.messages)
+        size = sum(_MESSAGE_CHARACTERS + _size(message) for message in prompt.messages) + _size(prompt.tools)
     else:
         size = len(prompt.text)
     if not size:
@@ -125,9 +125,25 @@ def check_message_count(count: int) -> None:
 def _encode(prompt: TextPrompt | ChatPrompt, tokenizer: Tokenizer, limit: Room) -> tuple[int, ...]:
     """On the event loop or in a thread."""
     if isinstance(prompt, ChatPrompt):
+        text = tokenizer.render_chat(
+            prompt.messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            tools=prompt.tools,
+            continue_final_message=prompt.continue_final_message,
+            variables=prompt.variables,
+        )
         # Special tokens, the begin token too, are the template's business.
-        return tokenizer.encode(_fitting(tokenizer.render_chat(prompt.messages), tokenizer, limit), add_special=False)
-    return tokenizer.encode(_fitting(prompt.text, tokenizer, limit))
+        return tokenizer.encode(_fitting(text, tokenizer, limit), add_special=False)
+    return tokenizer.encode(_fitting(prompt.text, tokenizer, limit), add_special=prompt.add_special)
+
+
+def _size(value: object) -> int:
+    """Characters, roughly, of JSON data."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + _size(item) for key, item in value.items())
+    return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 1
 
 
 def _fitting(text: str, tokenizer: Tokenizer, limit: Room) -> str:

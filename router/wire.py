@@ -35,7 +35,7 @@ from pdserve.errors import (
     Unavailable,
 )
 from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
-from pdserve.rpc.events import Finish, TokenBatch
+from pdserve.rpc.events import Finish, Prefilled, TokenBatch
 from pdserve.rpc.status import difference_from_proto, from_detail, from_rpc_error, has_detail, is_lost
 from pdserve.rpc.writing import write
 from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES
@@ -51,13 +51,14 @@ from router.channels import WorkerChannels
 from router.request import Request
 
 WORKER_LOST = "WORKER_LOST"
+_PREFILLED = tuple(field.name for field in decode_pb2.Prefilled.DESCRIPTOR.fields)
 
 
 @dataclass(frozen=True)
 class Admitted:
     """A decode worker took the request and expects this cache."""
 
-    ticket: Ticket
+    ticket: Ticket | None  # None: it computes the prompt itself
     identity: HandoffIdentity
     contract: WorkerContract
     logits_only: bool
@@ -79,15 +80,16 @@ class PrefillReport:
     push_ms: float
 
 
-DecodeEvent = Admitted | Ticket | TokenBatch | Finish
+DecodeEvent = Admitted | Ticket | Prefilled | TokenBatch | Finish
 
 
 class DecodeCall:
     """One Decode/Generate stream. An async context manager: entering connects, leaving cancels the call.
 
     Order: open, next -> Admitted, then next until Finish; `retry` may come between Admitted
-    and the first tokens, and is answered by a Ticket. A request whose output so far ends it
-    already is answered by its Finish alone. Errors are typed and raised by `next`.
+    and the first tokens, and is answered by a Ticket, or by nothing if it asks the worker to compute
+    the prompt itself. A prompt that was computed there is told of before its first tokens. A request whose
+    output so far ends it already is answered by its Finish alone. Errors are typed and raised by `next`.
     """
 
     def __init__(self, channels: WorkerChannels, address: str, timeout_s: float) -> None:
@@ -113,7 +115,8 @@ class DecodeCall:
         finally:
             self._open.close()
 
-    async def open(self, request: Request, prefill_contract: WorkerContract) -> None:
+    async def open(self, request: Request, prefill_contract: WorkerContract | None) -> None:
+        """`prefill_contract` None: the worker computes the prompt itself."""
         opening = decode_pb2.DecodeOpen(
             request_id=request.id,
             model=request.model,
@@ -122,13 +125,15 @@ class DecodeCall:
             output_ids=request.output_ids,
             forwarded_tokens=len(request.output_ids),
             sampling=sampling_to_proto(request.sampling),
-            prefill_contract=contract_to_proto(prefill_contract),
+            prefill_contract=None if prefill_contract is None else contract_to_proto(prefill_contract),
+            prefill_here=prefill_contract is None,
         )
         await self._write(decode_pb2.DecodeRequest(open=opening))
 
-    async def retry(self, prefill_contract: WorkerContract) -> None:
-        """Asks for the ticket of the next attempt; the current one is revoked."""
-        retry = decode_pb2.DecodeRetry(prefill_contract=contract_to_proto(prefill_contract))
+    async def retry(self, prefill_contract: WorkerContract | None) -> None:
+        """Asks for the ticket of the next attempt, or (None) to compute the prompt; the current one is revoked."""
+        contract = None if prefill_contract is None else contract_to_proto(prefill_contract)
+        retry = decode_pb2.DecodeRetry(prefill_contract=contract, prefill_here=contract is None)
         await self._write(decode_pb2.DecodeRequest(retry=retry))
 
     def reading(self) -> asyncio.Task[DecodeEvent]:
@@ -169,6 +174,8 @@ def _decode_event(message: decode_pb2.DecodeEvent) -> DecodeEvent:
         return finish_from_proto(message.finish)
     if kind == "error":
         raise from_detail(message.error)
+    if kind == "prefilled":
+        return Prefilled(**{name: getattr(message.prefilled, name) for name in _PREFILLED})
     try:
         if kind == "ticket":
             return ticket_from_proto(message.ticket)
@@ -183,7 +190,7 @@ def _decode_event(message: decode_pb2.DecodeEvent) -> DecodeEvent:
 
 def _admitted(message: decode_pb2.Admitted) -> Admitted:
     return Admitted(
-        ticket=ticket_from_proto(message.ticket),
+        ticket=None if message.prefill_here else ticket_from_proto(message.ticket),
         identity=identity_from_proto(message.identity),
         contract=contract_from_proto(message.contract),
         logits_only=message.logits_only,

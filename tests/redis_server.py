@@ -36,8 +36,13 @@ def redis_binary() -> str:
 class RedisServer:
     """start() -> running -> stop() | kill() -> start() again, on the same port and empty."""
 
-    def __init__(self, *arguments: str) -> None:
-        """`arguments` are added to the command line, such as "--requirepass", "secret"."""
+    def __init__(self, *arguments: str, binary: str = "") -> None:
+        """
+        Args:
+            arguments: added to the command line, such as "--requirepass", "secret".
+            binary: another server than `redis_binary()`.
+        """
+        self._binary = binary
         self._arguments = arguments
         self._directory = tempfile.TemporaryDirectory(prefix="pdserve-redis-")
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,12 +56,16 @@ class RedisServer:
     def url(self) -> str:
         return f"redis://{self.address}/0"
 
+    def add_arguments(self, *arguments: str) -> None:
+        """For what needs to know the port; counts at the next start."""
+        self._arguments += arguments
+
     def start(self) -> None:
         """Returns once the server accepts connections."""
         place = ("--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._directory.name)
         memory_only = ("--save", "", "--appendonly", "no", "--daemonize", "no")
         self._process = subprocess.Popen(
-            [redis_binary(), *place, *memory_only, *self._arguments],
+            [self._binary or redis_binary(), *place, *memory_only, *self._arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

@@ -28,6 +28,8 @@ SETTINGS = (
     "router.settings",
     "router.tenants",
     "pdserve.registry.settings",
+    "pdserve.registry.records",
+    "pdserve.scaling",
 )
 
 # package or module -> what it may import besides itself and ANYONE; the longest name decides.
@@ -35,7 +37,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "pdserve.cli": EVERYTHING,
     "pdserve.verify": EVERYTHING,
     "pdserve.ray_app": EVERYTHING,
+    "pdserve.cluster": ("pdserve.registry", "pdserve.rpc", "pdserve.scaling"),
+    "pdserve.scaling": ("pdserve.registry.records",),
     "pdserve.local": EVERYTHING,
+    "pdserve.drain": (),
     "pdserve.worker_main": ("pdserve.engine", "pdserve.tokenizer", "pdserve.registry", "pdserve.rpc"),
     "router": (
         "cache_transfer.contract",
@@ -70,6 +75,8 @@ NEVER = {
     "pdserve.rpc": ("torch",),
     "pdserve.registry": ("torch",),
     "pdserve.client": ("torch",),
+    "pdserve.cluster": ("torch",),
+    "pdserve.scaling": ("torch", "ray"),
     "pdserve.conformance": ("torch",),
 }
 # protobuf stays at the edges.

@@ -91,6 +91,7 @@ def record_rows(record: HandoffRecord) -> list[tuple[str, str]]:
         ("prefill", f"{record.prefill_ms:.1f} ms"),
         ("push", f"{record.push_ms:.1f} ms from grant to acknowledgement, prefill included"),
         ("transfer", f"{record.transfer_ms:.1f} ms after the last layer (the rest overlapped with prefill)"),
+        *(("placed", placement_text(attempt)) for attempt in record.history[-1:]),
         ("first token", f"{record.first_token_ms:.1f} ms after the request arrived"),
         ("decode", f"{record.decode_tokens_per_s:.1f} tokens/s"),
     ]
@@ -109,6 +110,14 @@ def attempt_text(attempt: AttemptRecord) -> str:
     tokens = f"tokens {attempt.first_index} to {attempt.first_index + attempt.output_tokens - 1}, then "
     end = f"{attempt.outcome} at {attempt.failed_worker}" if attempt.failed_worker else attempt.outcome
     return f"{attempt.prefill_worker} -> {attempt.decode_worker}: {tokens if attempt.output_tokens else ''}{end}"
+
+
+def placement_text(attempt: AttemptRecord) -> str:
+    """Who computed the prompt, why, and what had been predicted."""
+    known = {"handoff": attempt.predicted_handoff_ms, "at decode": attempt.predicted_decode_ms}
+    told = ", ".join(f"{name} {ms:.0f} ms" for name, ms in known.items() if ms)
+    predicted = f"; predicted {told}, took {attempt.first_token_ms:.0f} ms" if told else ""
+    return f"{attempt.placement} ({attempt.placement_reason}){predicted}"
 
 
 def group_text(group: GroupPair) -> str:

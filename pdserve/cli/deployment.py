@@ -8,7 +8,6 @@ Whatever start() began is undone by stop(), after a failure too.
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import signal
@@ -16,34 +15,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from pdserve.cli.ray_errors import pool_failure
-from pdserve.cli.resources import check_all, check_own, check_replicas
+from pdserve.cli.ray_pools import RayPools, Say, attach, start_own, stop_pools, with_registry
+from pdserve.cli.resources import check_own
 from pdserve.client import Client
 from pdserve.config import Config, operator_key
 from pdserve.errors import ConfigError, PdserveError, Unavailable
-from router.settings import RouterSettings
+from pdserve.rpc.settings import join_address, split_address
 
-Say = Callable[[str], None]
-
-# Read by Ray when it is imported or started; quiet, and without telemetry.
-RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-# A cluster of one machine: Ray then listens on loopback only, on Linux too despite the name.
-# Whoever reaches Ray's ports can run code.
-LOCAL_RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 ROUTER_START_S = 30.0
 ROUTER_STOP_S = 60.0
 ROUTER_EXIT_S = 2.0  # between the end of its standard output and its own
 POLL_S = 0.1
+ANY_INTERFACE = ("0.0.0.0", "::")
 
 
 class Deployment:
@@ -52,10 +38,13 @@ class Deployment:
     def __init__(self, config: Config, config_path: Path | None, say: Say) -> None:
         self._config = config
         self._config_path = config_path
+        # In a Ray job (and wherever Ray's own variable says so) the cluster is there already.
+        self._cluster = config.pools.ray_address or ("auto" if os.environ.get("RAY_ADDRESS") else "")
         self._say = say
         self._router: subprocess.Popen[str] | None = None
         self._ray_is_ours = False
-        self._applications: list[str] = []
+        self._pools: RayPools | None = None
+        self.ray_address = ""  # of the cluster's head
         self.gateway = ""
         self.http = ""
         self.model = ""  # the name it is served by
@@ -76,13 +65,13 @@ class Deployment:
     def start(self) -> None:
         """Returns once every worker is ready. Raises ConfigError or Unavailable with the reason."""
         pools = self._config.pools
-        if not pools.ray_address:
+        self._plan = self._config.plan()
+        if not self._cluster:
             check_own(pools, os.cpu_count() or 1)
         self._say("starting the router")
         self._start_router()
         self._say("starting Ray")
         self._start_ray()
-        self._check_cluster()
         self._say(f"starting {pools.prefill} prefill and {pools.decode} decode workers")
         self._start_pools()
         self._wait_ready(pools.prefill, pools.decode)
@@ -94,7 +83,7 @@ class Deployment:
 
     def stop(self) -> None:
         """Idempotent. Requests in flight get the pools' grace periods."""
-        if self._applications:
+        if self._pools is not None:
             self._stop_pools()
         if self._ray_is_ours:
             import ray
@@ -113,6 +102,7 @@ class Deployment:
     def _start_router(self) -> None:
         settings = self._config.router
         arguments = ["--port", str(settings.port), "--http-port", str(settings.http_port)]
+        arguments += ["--disaggregate", settings.disaggregate]
         if self._config_path is not None:
             arguments += ["--config", str(self._config_path)]
         # A group of its own: Ctrl-C reaches us alone, and we stop it after the pools. Its standard
@@ -129,8 +119,8 @@ class Deployment:
         if not line:
             raise self._router_failure()
         words = line.split()
-        self.gateway = words[words.index("grpc") + 1]
-        self.http = words[words.index("http") + 1].removeprefix("http://")
+        self.gateway = _from_here(words[words.index("grpc") + 1])
+        self.http = _from_here(words[words.index("http") + 1].removeprefix("http://"))
         _forward(self._router)
 
     def _router_failure(self) -> PdserveError:
@@ -159,73 +149,32 @@ class Deployment:
             )
 
     def _start_ray(self) -> None:
-        pools = self._config.pools
-        wanted = RAY_ENVIRONMENT | ({} if pools.ray_address else LOCAL_RAY_ENVIRONMENT)
-        os.environ.update({key: value for key, value in wanted.items() if key not in os.environ})
-        import ray
-        from ray import serve
-
-        # The controller needs a CPU of its own to be placed; the figure is logical.
-        cpus = int(pools.prefill * pools.prefill_cpus + pools.decode * pools.decode_cpus + 1)
-        try:
-            if pools.ray_address:
-                ray.init(address=pools.ray_address, logging_level=logging.ERROR, log_to_driver=False)
-            else:
-                self._ray_is_ours = True
-                ray.init(
-                    num_cpus=max(cpus, os.cpu_count() or 1),
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise Unavailable(f"Ray did not start: {first}", reason="RAY", field="pools.ray_address") from error
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(proxy_location="Disabled")
-
-    def _check_cluster(self) -> None:
-        """A cluster of our own never grows; one we have joined may, so there it is only said."""
+        if self._cluster:
+            attach(self._cluster)
+        else:
+            self._ray_is_ours = True
+            start_own(self._config.pools, self._plan)
         import ray
 
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if self._ray_is_ours:
-            check_all(self._config.pools, nodes)
-            return
-        try:
-            check_replicas(self._config.pools, nodes)
-        except ConfigError as error:
-            self._say(f"waiting for the cluster to grow: {error}")
+        self.ray_address = str(ray.get_runtime_context().gcs_address)
 
     def _start_pools(self) -> None:
-        from ray import serve
+        gateway = self.gateway
+        if self._config.router.host in ANY_INTERFACE:
+            import ray
 
-        from pdserve.ray_app import application, pools
-
-        registry = self._config.prefill.registry
-        if registry.url == "memory://":
-            registry = replace(registry, url=f"grpc://{self.gateway}")
-        config = replace(
-            self._config,
-            prefill=replace(self._config.prefill, registry=registry),
-            decode=replace(self._config.decode, registry=registry),
-            router=RouterSettings(),  # none of a worker's business, the tenants least of all
-        )
-        targets = []
-        for pool in pools(config):
-            self._applications.append(pool.application)
-            targets.append(serve.RunTarget(application(config, pool), name=pool.application, route_prefix=None))
-        try:
-            # Not waited for here: _wait_ready tells which pool is late and why.
-            serve.run_many(targets, wait_for_applications_running=False)
-        except RuntimeError as error:
-            raise Unavailable(f"Ray Serve refused the pools: {error}", reason="RAY_SERVE") from error
+            gateway = join_address(ray.util.get_node_ip_address(), split_address(gateway)[1])
+        pools = RayPools(with_registry(self._config, gateway))
+        pools.check_cluster(not self._ray_is_ours, self._say)
+        pools.check_free()
+        self._pools = pools  # from here on there is something to stop
+        pools.start()
 
     def _wait_ready(self, prefill: int, decode: int) -> None:
         """Until the router sees every worker: ready in Ray's eyes is not yet ready for a request."""
         deadline = time.monotonic() + self._config.pools.ready_timeout_s
         pause = threading.Event()
-        with Client(self.gateway, api_key=operator_key(self._config_path)) as client:
+        with Client(self.gateway, self._config.router.rpc, api_key=operator_key(self._config_path)) as client:
             while True:
                 workers = [worker for worker in client.status().workers if worker.state == "ready"]
                 ready = [worker.role for worker in workers]
@@ -233,7 +182,8 @@ class Deployment:
                     self.model = ", ".join(sorted({worker.model for worker in workers}))
                     return
                 self._check_router()
-                self._check_applications()
+                if self._pools is not None:
+                    self._pools.check()
                 if time.monotonic() > deadline:
                     raise Unavailable(
                         f"{ready.count('prefill')} of {prefill} prefill and {ready.count('decode')} of {decode} "
@@ -244,25 +194,18 @@ class Deployment:
                     )
                 pause.wait(POLL_S)
 
-    def _check_applications(self) -> None:
-        from ray import serve
-
-        for name, overview in serve.status().applications.items():
-            if name not in self._applications:
-                continue
-            if overview.status == "DEPLOY_FAILED":
-                told = [deployment.message for deployment in overview.deployments.values() if deployment.message]
-                raise pool_failure(name.removeprefix("pdserve-"), told[0] if told else overview.message)
-
     def _stop_pools(self) -> None:
-        from ray import serve
+        from pdserve.cluster.installed import generations
 
-        for name in self._applications:
-            try:
-                serve.delete(name)
-            except (RuntimeError, TimeoutError) as error:
-                self._say(f"{name} did not stop cleanly: {error}")
-        self._applications = []
+        # All of them: an update has put others in the place of the first.
+        stop_pools(generations(), self._say)
+        self._pools = None
+
+
+def _from_here(address: str) -> str:
+    """Where this machine reaches what listens on every interface."""
+    host, port = split_address(address)
+    return join_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
 def _first_line(process: subprocess.Popen[str], timeout_s: float) -> str:

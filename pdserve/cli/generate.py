@@ -15,7 +15,7 @@ from pdserve.cli.ask import ApiKey, Ask, ask_gateway, ask_local
 from pdserve.cli.console import err, show_logprobs, show_record, write
 from pdserve.client import Accepted, Event, Finish, HandoffRecord, Tokens
 from pdserve.errors import InvalidRequest, PdserveError
-from pdserve.request import SamplingParams
+from pdserve.request import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingParams
 from pdserve.rpc.events import PositionLogprobs
 
 Option = typer.Option
@@ -50,6 +50,11 @@ def generate(
     stop_token_id: Annotated[list[int] | None, Option(help="Token id that ends the output. Repeatable.")] = None,
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the model's end token.")] = False,
     logprobs: Annotated[int | None, Option(help="Log probabilities of each token and of the n best.")] = None,
+    json_schema: Annotated[str, Option(help="The output is JSON that this schema allows: JSON text, or @FILE.")] = "",
+    regex: Annotated[str, Option(help="The output matches this expression.")] = "",
+    grammar: Annotated[
+        str, Option(help="The output follows this grammar, in llguidance's Lark; @FILE reads one.")
+    ] = "",
     record: Annotated[bool, Option("--record", help="Print the handoff record at the end.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object per event instead of text.")] = False,
     local: Annotated[bool, Option("--local", help="Run in this process: no server, no handoff.")] = False,
@@ -82,6 +87,7 @@ def generate(
         min_tokens=min_tokens,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        grammar=_parse_grammar(json_schema, regex, grammar),
     )
     sampling.check()
     ask = Ask(
@@ -189,6 +195,23 @@ def _parse_bias(pairs: list[str]) -> dict[int, float]:
         except ValueError as error:
             raise _bad("--logit-bias", f"{pair!r} is not ID=BIAS") from error
     return found
+
+
+def _parse_grammar(json_schema: str, regex: str, lark: str) -> Grammar | None:
+    given = [(JSON_SCHEMA, json_schema), (REGEX, regex), (LARK, lark)]
+    found = [Grammar(kind, _text_or_file(text, kind)) for kind, text in given if text]
+    if len(found) > 1:
+        raise _bad("--json-schema", "only one of --json-schema, --regex and --grammar can be followed")
+    return found[0] if found else None
+
+
+def _text_or_file(text: str, kind: str) -> str:
+    if kind == REGEX or not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad(f"--{kind.replace('_', '-')}", f"cannot read {text[1:]}: {error}") from error
 
 
 def _bad(name: str, message: str) -> PdserveError:

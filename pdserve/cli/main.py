@@ -10,9 +10,12 @@ from pdserve import __version__
 from pdserve.cli.conformance import conformance
 from pdserve.cli.console import fail
 from pdserve.cli.demo import demo
+from pdserve.cli.drain import drain
 from pdserve.cli.generate import generate
+from pdserve.cli.health import health
 from pdserve.cli.ledger import ledger_command
 from pdserve.cli.pools import down, up
+from pdserve.cli.scale import scale, update
 from pdserve.cli.status import status
 from pdserve.cli.template import config
 from pdserve.cli.verify import verify
@@ -42,10 +45,14 @@ app.command()(up)
 app.command()(generate)
 app.command()(status)
 app.command()(down)
+app.command()(scale)
+app.command()(update)
 app.command()(demo)
 app.command()(config)
 app.command()(verify)
 app.command()(conformance)
+app.command()(health)
+app.command()(drain)
 app.command("ledger")(ledger_command)
 
 

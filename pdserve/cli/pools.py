@@ -28,6 +28,7 @@ def up(
     decode: Annotated[int | None, Option(help="Decode workers.")] = None,
     port: Annotated[int | None, Option(help="Port of the gRPC gateway; 0: any free one.")] = None,
     http_port: Annotated[int | None, Option(help="Port of the OpenAI endpoint; 0: any free one.")] = None,
+    disaggregate: Annotated[str | None, Option(help="Who computes prompts: always, never or auto.")] = None,
 ) -> None:
     """Start pools and router, and stay until Ctrl-C or `pdserve down`.
 
@@ -36,11 +37,11 @@ def up(
     pdserve up --prefill 2 --decode 2 --model ./my-checkpoint
     pdserve up --config pdserve.toml
     """
-    settings = load_config(config, overrides(model, prefill, decode, port, http_port))
+    settings = load_config(config, overrides(model, prefill, decode, port, http_port, disaggregate))
     check_before_start(settings)
     _exit_on_terminate()
     with hold() as file, Deployment(settings, config, lambda text: err.print(text)) as deployment:
-        publish(file, Running(os.getpid(), deployment.gateway, deployment.http))
+        publish(file, Running(os.getpid(), deployment.gateway, deployment.http, deployment.ray_address))
         stopping = stop_on_signals()
         where = f"gRPC {deployment.gateway}, OpenAI http://{deployment.http}/v1"
         err.print(f"ready: {where}, model {deployment.model}", style="green", markup=False)
@@ -50,13 +51,18 @@ def up(
 
 
 def overrides(
-    model: str, prefill: int | None, decode: int | None, port: int | None, http_port: int | None
+    model: str,
+    prefill: int | None,
+    decode: int | None,
+    port: int | None,
+    http_port: int | None,
+    disaggregate: str | None = None,
 ) -> dict[str, Any]:
     """The configuration tables that the flags stand for."""
     tables: dict[str, Any] = {
         "model": {"path": model or None},
         "pools": {"prefill": prefill, "decode": decode},
-        "router": {"port": port, "http_port": http_port},
+        "router": {"port": port, "http_port": http_port, "disaggregate": disaggregate},
     }
     return {name: {k: v for k, v in table.items() if v is not None} for name, table in tables.items()}
 

@@ -26,6 +26,7 @@ class Running:
     pid: int
     gateway: str  # host:port of the gRPC gateway
     http: str  # host:port of the OpenAI endpoint
+    ray: str = ""  # host:port of the Ray cluster's head
 
 
 def state_path() -> Path:

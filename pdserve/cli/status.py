@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pdserve.cli.ask import ApiKey, flags_named, gateway_address
 from pdserve.cli.console import err, out
-from pdserve.client import Client, Pair, Worker
+from pdserve.client import Client, Pair, Placement, Worker
 from pdserve.errors import FieldDifference
 
 INFORMATIONAL = "informational"  # differences that change no handoff
@@ -38,7 +38,20 @@ def status(
     out.print(matrix(found.pairs))
     for line in reasons(found.pairs):
         out.print(line, markup=False)
+    out.print(placement_text(found.placement), markup=False)
     out.print(f"registry {found.registry}, {found.active_requests} active requests, pdserve {found.version}")
+
+
+def placement_text(p: Placement) -> str:
+    """Where prompts were computed, and how the times of their first tokens compare with the predicted ones."""
+    text = f"disaggregate {p.disaggregate or 'always'}: {p.handed_over} handed over, {p.computed_at_decode} at decode"
+    if p.fallbacks or p.cheaper:
+        text += f" ({p.fallbacks} for want of a prefill worker, {p.cheaper} because it was cheaper)"
+    if not p.predictions:
+        return text
+    edges = [*(f"up to {bound:g}" for bound in p.bounds), "more"]
+    counts = ", ".join(f"{edge}: {count}" for edge, count in zip(edges, p.ratios, strict=False) if count)
+    return f"{text}; first token over prediction {counts}"
 
 
 def _workers(workers: Iterable[Worker]) -> Table:

@@ -17,6 +17,7 @@ from pdserve.config import ModelSettings, PoolSettings
 from pdserve.engine.plan import EngineConfig
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings
+from pdserve.scaling.settings import ScalingSettings
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 
@@ -26,6 +27,7 @@ SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("model", ModelSettings, "The model that both pools serve."),
     ("engine", EngineConfig, "How workers compute; [prefill.engine] and [decode.engine] override single keys."),
     ("pools", PoolSettings, "How many workers Ray runs."),
+    ("scaling", ScalingSettings, "How the pools follow their load."),
     ("router", RouterSettings, "The gateway."),
     ("prefill", PrefillSettings, "Each prefill worker."),
     ("decode", DecodeSettings, "Each decode worker."),

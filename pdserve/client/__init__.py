@@ -12,7 +12,7 @@ Failures raise the typed errors of `pdserve.errors`, with the server's field, re
 from pdserve.client.asynchronous import AsyncClient
 from pdserve.client.events import Completion, Event, Tokens
 from pdserve.client.request import GenerateOptions
-from pdserve.client.status import Contract, Model, Pair, Status, Worker, WorkerLoad
+from pdserve.client.status import Contract, Model, Pair, Placement, Status, Worker, WorkerLoad
 from pdserve.client.synchronous import Client
 from pdserve.rpc.events import Accepted, Finish, HandoffRecord, Usage
 
@@ -28,6 +28,7 @@ __all__ = [
     "HandoffRecord",
     "Model",
     "Pair",
+    "Placement",
     "Status",
     "Tokens",
     "Usage",

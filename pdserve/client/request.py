@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypedDict
 
 from pdserve.errors import ConfigError, InvalidRequest
-from pdserve.request import SamplingParams
+from pdserve.request import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingParams
 from pdserve.rpc.convert import sampling_to_proto
 from pdserve.v1 import gateway_pb2
 
@@ -18,7 +19,10 @@ DEFAULT_TIMEOUT_S = 300.0
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of `generate` and `complete`, besides the prompt text."""
 
-    messages: Sequence[Mapping[str, str]]  # {"role": ..., "content": ...}, through the chat template
+    messages: Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...}, through the chat template
+    tools: Sequence[Mapping[str, Any]]  # functions that the template shows to the model, as in OpenAI's API
+    continue_final_message: bool  # the last message is the beginning of the answer
+    chat_template_kwargs: Mapping[str, Any]  # further names for the template
     token_ids: Sequence[int]  # used as they are
     model: str  # served model name; default: the only one served
     adapter: str  # adapter name; default: base model
@@ -42,9 +46,17 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens: int
     ignore_eos: bool
     logprobs: int
+    json_schema: str | Mapping[str, Any]  # the output is JSON that this schema allows
+    regex: str  # the output matches this expression
+    lark: str  # the output follows this grammar
+    skip_special_tokens: bool
 
 
-SAMPLING_NAMES = frozenset(field.name for field in fields(SamplingParams))
+_GRAMMARS = (JSON_SCHEMA, REGEX, LARK)
+# Options for which a model may have defaults of its own.
+MODEL_DEFAULTS = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
+_CHAT_OPTIONS = ("tools", "continue_final_message", "chat_template_kwargs")
+SAMPLING_NAMES = frozenset({*(field.name for field in fields(SamplingParams)), *_GRAMMARS} - {"grammar"})
 
 
 def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
@@ -70,6 +82,9 @@ def build(prompt: str | None, options: Mapping[str, Any]) -> tuple[gateway_pb2.G
         want_record=options.get("want_record", False),
         sampling=sampling_to_proto(_sampling(options)),
     )
+    if "sampling" not in options:  # what the caller leaves open is the model's to say
+        for name in MODEL_DEFAULTS - options.keys():
+            request.sampling.ClearField(name)
     _set_prompt(request, prompt, options)
     timeout_s = float(options.get("timeout_s", DEFAULT_TIMEOUT_S))
     if not 0 < timeout_s < float("inf"):
@@ -81,12 +96,14 @@ def _set_prompt(request: gateway_pb2.GenerateRequest, prompt: str | None, option
     messages, token_ids = options.get("messages"), options.get("token_ids")
     if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
         raise _invalid("prompt", "it must be given in one form", "pass a text, or messages=, or token_ids=")
+    for name in _CHAT_OPTIONS:
+        if messages is None and options.get(name):
+            raise _invalid(name, "it goes with messages", "pass messages=, or leave it out")
     try:
         if prompt is not None:
             request.text = prompt
         elif messages is not None:
-            chat = [gateway_pb2.ChatMessage(role=m["role"], content=m["content"]) for m in messages]
-            request.chat.CopyFrom(gateway_pb2.ChatPrompt(messages=chat))
+            request.chat.CopyFrom(_chat(messages, options))
         else:
             request.tokens.CopyFrom(gateway_pb2.TokenPrompt(ids=token_ids))
     except (TypeError, ValueError, KeyError) as error:
@@ -95,6 +112,28 @@ def _set_prompt(request: gateway_pb2.GenerateRequest, prompt: str | None, option
             f"it cannot be sent: {type(error).__name__}: {error}",
             'use a str, messages like {"role": "user", "content": "..."}, or token ids',
         ) from error
+
+
+def _chat(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> gateway_pb2.ChatPrompt:
+    tools, variables = options.get("tools"), options.get("chat_template_kwargs")
+    return gateway_pb2.ChatPrompt(
+        messages=[_message(message) for message in messages],
+        tools_json=json.dumps(list(tools)) if tools else "",
+        continue_final_message=options.get("continue_final_message", False),
+        variables_json=json.dumps(dict(variables)) if variables else "",
+    )
+
+
+def _message(message: Mapping[str, Any]) -> gateway_pb2.ChatMessage:
+    role = message["role"]
+    calls = message.get("tool_calls")
+    return gateway_pb2.ChatMessage(
+        role=role,
+        content=(message.get("content") or "") if calls else message["content"],
+        name=message.get("name", ""),
+        tool_calls_json=json.dumps(calls) if calls else "",
+        tool_call_id=message.get("tool_call_id", ""),
+    )
 
 
 def _sampling(options: Mapping[str, Any]) -> SamplingParams:
@@ -110,6 +149,12 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams:
     for name in ("stop", "stop_token_ids"):
         if name in single:
             single[name] = tuple(single[name])
+    kinds = [kind for kind in _GRAMMARS if kind in single]
+    if len(kinds) > 1:
+        raise _invalid(kinds[1], f"it is given together with {kinds[0]}", "pass one or the other")
+    for kind in kinds:
+        text = single.pop(kind)
+        single["grammar"] = Grammar(kind, text if isinstance(text, str) else json.dumps(text))
     return SamplingParams(**single)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from pdserve.errors import FieldDifference
 from pdserve.rpc.status import difference_from_proto
@@ -52,6 +52,13 @@ class WorkerLoad:
     pages_cached: int
     tokens_per_s: float
     steps: int
+    prefill_tokens_per_s: float = 0.0  # this and what follows: 0 is "not measured yet"
+    shared_prefill_tokens_per_s: float = 0.0
+    queued_prefill_tokens: int = 0
+    predicted_wait_s: float = 0.0
+    transfer_bytes_per_s: float = 0.0
+    decode_step_ms: float = 0.0
+    fixed_step_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,21 @@ class Worker:
     contract: Contract
     load: WorkerLoad
     lease_left_s: float
+    takes_prompts: bool = False  # a decode worker that computes prompts itself when asked to
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where prompts were computed since the router started, and how well their first tokens were foreseen."""
+
+    disaggregate: str = ""  # always | never | auto
+    handed_over: int = 0
+    computed_at_decode: int = 0
+    fallbacks: int = 0  # of these: no prefill worker was left
+    cheaper: int = 0  # of these: it was predicted to be
+    predictions: int = 0
+    bounds: tuple[float, ...] = ()  # of the time to the first token over the predicted one
+    ratios: tuple[int, ...] = ()  # first tokens within each; the last: above all of them
 
 
 @dataclass(frozen=True)
@@ -84,6 +106,10 @@ class Status:
     registry_warning: str  # empty while the registry can be reached
     active_requests: int
     version: str
+    placement: Placement = Placement()
+
+
+_LOAD_FIELDS = tuple(field.name for field in fields(WorkerLoad))
 
 
 def models_from_proto(message: gateway_pb2.ListModelsResponse) -> tuple[Model, ...]:
@@ -112,6 +138,20 @@ def status_from_proto(message: gateway_pb2.StatusResponse) -> Status:
         registry_warning=message.registry_warning,
         active_requests=message.active_requests,
         version=message.version,
+        placement=_placement(message.placement),
+    )
+
+
+def _placement(message: gateway_pb2.PlacementCounts) -> Placement:
+    return Placement(
+        disaggregate=message.disaggregate,
+        handed_over=message.handed_over,
+        computed_at_decode=message.computed_at_decode,
+        fallbacks=message.fallbacks,
+        cheaper=message.cheaper,
+        predictions=message.predictions,
+        bounds=tuple(message.bounds),
+        ratios=tuple(message.ratios),
     )
 
 
@@ -124,18 +164,9 @@ def _worker(message: gateway_pb2.WorkerStatus) -> Worker:
         model=message.model,
         addresses=tuple(endpoint.address for endpoint in message.endpoints),
         contract=_contract(message.contract, message.contract_digest),
-        load=WorkerLoad(
-            running=load.running,
-            waiting=load.waiting,
-            waiting_limit=load.waiting_limit,
-            queued_tokens=load.queued_tokens,
-            pages_total=load.pages_total,
-            pages_held=load.pages_held,
-            pages_cached=load.pages_cached,
-            tokens_per_s=load.tokens_per_s,
-            steps=load.steps,
-        ),
+        load=WorkerLoad(**{name: getattr(load, name) for name in _LOAD_FIELDS}),
         lease_left_s=message.lease_left_s,
+        takes_prompts=message.takes_prompts,
     )
 
 

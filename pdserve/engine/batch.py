@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,9 +47,15 @@ class Batch:
     places: Tensor  # index of each token in its own sequence: what visibility counts
     slots: Tensor
     stale: Tensor  # slots after the last token of a page just begun
-    groups: list[Group]
     wanted: list[tuple[str, int, int]]  # key, rows [first, end) of the logits
     wanted_rows: Tensor
+    cache: PagedCache
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """How the plain path reads the cache; made when it asks."""
+        many = [chunk for chunk in self.chunks if len(chunk.ids) > 1]
+        return _groups(many, self.chunks[len(many) :], self.cache)
 
     def bounds(self, window: int) -> tuple[Tensor, Tensor]:
         """Each row sees the keys [first, end) of its own sequence. int64 [T] each."""
@@ -79,9 +86,9 @@ def lay_out(plan: StepPlan, cache: PagedCache) -> Batch:
         places=_int64([place for chunk in chunks for place in range(*_written(chunk))], device),
         slots=_int64([slot for chunk in chunks for slot in cache.slots(_written(chunk), chunk.pages)], device),
         stale=_int64([slot for chunk in chunks for slot in _stale(chunk, cache)], device),
-        groups=_groups(many, ones, cache),
         wanted=wanted,
         wanted_rows=_int64(rows, device),
+        cache=cache,
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from pdserve.engine import deterministic
 from pdserve.engine.packing import TensorMap, aligned, fuse
 from pdserve.engine.positions import check_scheme, rotate
+from pdserve.engine.quantize import quantize
 from pdserve.engine.spec import ModelSpec
 from pdserve.errors import CheckpointError
 
@@ -62,7 +63,24 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
-Product = Linear | deterministic.PaddedLinear
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """x W^T + b with W = weight * scale: int8 [outputs, inputs] times fp32 [outputs]. The plain arithmetic of int8."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight.to(x.dtype)) * self.scale
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+Product = Linear | QuantizedLinear | deterministic.PaddedLinear
 
 
 @dataclass(frozen=True)
@@ -85,10 +103,10 @@ class Decoder:
     twice.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: TensorMap, *, tiled: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, tensors: TensorMap, *, tiled: bool = False, quantized: bool = False) -> None:
         check_spec(spec)
         self.spec = spec
-        self.tiled = tiled
+        self.tiled, self.quantized = tiled, quantized
         self._tensors: TensorMap = tensors
         self.trainable = any(tensor.requires_grad for tensor in tensors.values())
         width = spec.width
@@ -184,6 +202,8 @@ class Decoder:
         return self._product(weight, bias)
 
     def _product(self, weight: Tensor, bias: Tensor | None) -> Product:
+        if self.quantized:
+            return QuantizedLinear(*quantize(weight), bias)
         return deterministic.PaddedLinear(weight, bias) if self.tiled else Linear(weight, bias)
 
     def _tensor(self, name: str) -> Tensor:

@@ -41,6 +41,14 @@ class EngineConfig:
     deterministic: bool = False
     """Bit-equal results across batch, chunk and page size, and cache state. Slower."""
 
+    weights: str = ""
+    """int8: weights as 8-bit numbers with a scale per output; about half the memory traffic of bf16, with an error
+    that `python -m benchmarks.engine` prints. Part of the contract. Empty: in `dtype`."""
+
+    kernels: str = "auto"
+    """auto: our own CPU kernels where a compiled library is kept, plain torch until one is compiled in the
+    background, and where it cannot be. native: waits for them, and refuses to start without. plain: torch only."""
+
     keep_digests: bool = True
     """Keeps the digests of a checkpoint's tensors beside it, so that the next start need not hash it again."""
 

@@ -15,8 +15,8 @@ MAX_WORKERS = 4096
 class MemoryRegistry:
     """Records with lease ends on a monotonic clock. One event loop; no method waits, none can be unavailable.
 
-    Ended leases are dropped whenever the table is read or written, so it holds at most
-    `MAX_WORKERS` records without needing a timer.
+    Ended leases are dropped whenever the table is read or a record is added, so it holds at most
+    `MAX_WORKERS` records without needing a timer; a heartbeat, of which there are many, looks at its own record only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +36,6 @@ class MemoryRegistry:
         self._records[record.worker_id] = (record, self._clock() + record.lease_s)
 
     async def heartbeat(self, worker_id: str, incarnation: bytes, state: str, load: Load) -> None:
-        self._drop_ended()
         record = self._owned(worker_id, incarnation)
         if record is None:
             raise not_registered(worker_id)
@@ -55,8 +54,9 @@ class MemoryRegistry:
         self._records.clear()
 
     def _owned(self, worker_id: str, incarnation: bytes) -> WorkerRecord | None:
-        record, _ = self._records.get(worker_id, (None, 0.0))
-        return record if record is not None and record.incarnation == incarnation else None
+        record, end = self._records.get(worker_id, (None, 0.0))
+        alive = record is not None and record.incarnation == incarnation and end > self._clock()
+        return record if alive else None
 
     def _drop_ended(self) -> None:
         now = self._clock()

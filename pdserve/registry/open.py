@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from urllib.parse import urlsplit
 
 from pdserve.errors import ConfigError
 from pdserve.registry.client import RpcRegistry
+from pdserve.registry.login import redis_url
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.records import Registry
 from pdserve.registry.redis import RedisRegistry, redis_address
@@ -18,7 +20,7 @@ def open_registry(url: str, settings: RegistrySettings | None = None, rpc: RpcSe
 
     Args:
         url: takes the place of `settings.url`.
-        settings: timeout and key prefix.
+        settings: timeout and, for Redis, key prefix, user, password and TLS files.
         rpc: how to reach a grpc:// registry; also says whether plaintext may leave this machine.
 
     Raises ConfigError for a URL that cannot be used.
@@ -31,7 +33,7 @@ def open_registry(url: str, settings: RegistrySettings | None = None, rpc: RpcSe
     if parts.scheme == "grpc":
         return RpcRegistry(parts.netloc, settings.timeout_s, rpc)
     if parts.scheme in ("redis", "rediss"):
-        registry = RedisRegistry(url, settings.key_prefix, settings.timeout_s)
+        registry = RedisRegistry(redis_url(url, settings, os.environ), settings.key_prefix, settings.timeout_s)
         if parts.scheme == "redis":
             check_plaintext(parts.hostname or "", rpc)
         return registry

@@ -44,6 +44,8 @@ class PoolWorker(ABC):
     """
 
     pipeline: Requests
+    takes_prompts = False
+    """A decode worker that computes prompts itself when a router asks it to."""
 
     def __init__(
         self,
@@ -178,6 +180,7 @@ class PoolWorker(ABC):
             contract=self.contract,
             load=self._load(),
             lease_s=self._common.registry.lease_s,
+            takes_prompts=self.takes_prompts,
         )
 
     def bundle_bytes(self) -> bytes:

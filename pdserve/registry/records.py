@@ -29,6 +29,13 @@ class Load:
     pages_cached: int = 0
     tokens_per_s: float = 0.0
     steps: int = 0
+    prefill_tokens_per_s: float = 0.0  # of a prompt alone there; this and what follows: 0 is "not measured yet"
+    shared_prefill_tokens_per_s: float = 0.0  # of one beside the streams that run now; decode only
+    queued_prefill_tokens: int = 0  # that this worker itself has still to compute
+    predicted_wait_s: float = 0.0  # before a prompt as long as the longest step would begin
+    transfer_bytes_per_s: float = 0.0  # prefill only
+    decode_step_ms: float = 0.0  # decode only
+    fixed_step_ms: float = 0.0  # of a step, whatever is in it
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class WorkerRecord:
     contract: WorkerContract
     load: Load = Load()
     lease_s: float = 5.0  # seconds the record lives after each renewal
+    takes_prompts: bool = False  # a decode worker that computes prompts itself when asked to
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ class RegistrySettings:
 
     url: str = "memory://"
     """memory:// (a router's own), grpc://HOST:PORT (a router that serves one), or
-    redis://USER:PASSWORD@HOST:PORT/DATABASE; rediss:// is the same over TLS."""
+    redis://USER:PASSWORD@HOST:PORT/DATABASE; rediss:// is the same over TLS. Better than a password in
+    here: `username` with `password_env` or `password_file`."""
 
     lease_s: float = 5.0
     """Seconds a worker stays listed after its last heartbeat."""
@@ -26,6 +27,24 @@ class RegistrySettings:
 
     key_prefix: str = "pdserve:"
     """Redis only: begins every key, so that installations can share a database."""
+
+    username: str = ""
+    """Redis only: user to log in as; empty: Redis' default user."""
+
+    password_env: str = ""
+    """Redis only: environment variable that holds the password."""
+
+    password_file: str = ""
+    """Redis only: file that holds the password, instead of a variable."""
+
+    ca_file: str = ""
+    """rediss:// only: PEM file of the authorities that the server's certificate may come from; empty: the system's."""
+
+    cert_file: str = ""
+    """rediss:// only: PEM file of this process's own certificate, where the server asks for one."""
+
+    key_file: str = ""
+    """rediss:// only: PEM file of the key of `cert_file`."""
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "heartbeat_s", "timeout_s"):

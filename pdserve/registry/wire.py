@@ -26,6 +26,7 @@ STATES = (STARTING, READY, STALLED, DRAINING)
 
 _REMEMBERED_CONTRACTS = 128
 _LOAD_FIELDS = tuple(field.name for field in gateway_pb2.Load.DESCRIPTOR.fields)
+_LOAD_RATES = tuple(name for name in _LOAD_FIELDS if isinstance(getattr(Load(), name), float))
 
 
 def load_to_proto(load: Load) -> gateway_pb2.Load:
@@ -33,9 +34,11 @@ def load_to_proto(load: Load) -> gateway_pb2.Load:
 
 
 def load_from_proto(message: gateway_pb2.Load) -> Load:
-    if not (math.isfinite(message.tokens_per_s) and message.tokens_per_s >= 0):
-        _fail("load.tokens_per_s", f"is {message.tokens_per_s}", "a finite number of at least 0")
-    return Load(**{name: getattr(message, name) for name in _LOAD_FIELDS})
+    values = {name: getattr(message, name) for name in _LOAD_FIELDS}
+    for name in _LOAD_RATES:
+        if not 0 <= values[name] < math.inf:
+            _fail(f"load.{name}", f"is {values[name]}", "a finite number of at least 0")
+    return Load(**values)
 
 
 def status_to_proto(record: WorkerRecord, lease_left_s: float) -> gateway_pb2.WorkerStatus:
@@ -50,6 +53,7 @@ def status_to_proto(record: WorkerRecord, lease_left_s: float) -> gateway_pb2.Wo
         contract_digest=record.contract.digest(),
         load=load_to_proto(record.load),
         lease_left_s=lease_left_s,
+        takes_prompts=record.takes_prompts,
     )
 
 
@@ -85,6 +89,7 @@ def record_from_proto(message: registry_pb2.WorkerRecord) -> WorkerRecord:
         contract=contract,
         load=load_from_proto(status.load),
         lease_s=message.lease_ms / 1000,
+        takes_prompts=status.role == DECODE and status.takes_prompts,
     )
     if status.contract_digest != digest:
         _fail("contract_digest", "is not the digest of the contract", "the SHA-256 that docs/protocol.md describes")
@@ -92,9 +97,14 @@ def record_from_proto(message: registry_pb2.WorkerRecord) -> WorkerRecord:
 
 
 def _endpoints(name: str, messages: Iterable[common_pb2.Endpoint]) -> tuple[Endpoint, ...]:
-    """Whoever reads the record connects to these, so none may be such that no channel can be made."""
+    """Whoever reads the record connects to these, so none may be such that no channel can be made.
+
+    Addresses of other transports than gRPC, such as shared memory, are names that only the two workers read.
+    """
     endpoints = tuple(map(endpoint_from_proto, messages))
     for endpoint in endpoints:
+        if endpoint.transport != "grpc" and name == "transfer":
+            continue
         try:
             split_address(endpoint.address)
         except ConfigError:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from pdserve.errors import InvalidRequest
-from pdserve.request import SamplingParams
+from pdserve.request import Grammar, SamplingParams
 from pdserve.rpc.events import (
     Accepted,
     AttemptRecord,
@@ -39,6 +39,7 @@ _OPTIONAL = (
     "min_tokens",
     "ignore_eos",
     "logprobs",
+    "skip_special_tokens",
 )
 _RECORD_LISTS = ("conversions", "notes", "candidates", "rejected", "history")
 _RECORD_SCALARS = tuple(
@@ -56,6 +57,7 @@ def sampling_from_proto(options: common_pb2.SamplingOptions) -> SamplingParams:
         logit_bias=dict(options.logit_bias),
         stop=tuple(options.stop),
         stop_token_ids=tuple(options.stop_token_ids),
+        grammar=None if (kind := options.WhichOneof("grammar")) is None else Grammar(kind, getattr(options, kind)),
         **given,
     )
 
@@ -69,6 +71,9 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingOptions:
     _fill("logit_bias", params, options.logit_bias.update)
     _fill("stop", params, options.stop.extend)
     _fill("stop_token_ids", params, options.stop_token_ids.extend)
+    if params.grammar is not None:
+        params.grammar.check()  # a kind that is none has no field
+        _fill("grammar", params, lambda grammar: setattr(options, grammar.kind, grammar.text))
     return options
 
 

@@ -65,6 +65,17 @@ class Accepted:
 
 
 @dataclass(frozen=True)
+class Prefilled:
+    """What a prompt cost that the decode worker computed itself; comes before the first token."""
+
+    computed_tokens: int
+    cached_tokens: int  # found in the prefix index
+    queued_ms: float
+    prefill_ms: float
+    chunks: int  # engine steps it took
+
+
+@dataclass(frozen=True)
 class GroupPair:
     """A group of prefill and one of decode workers, each of equal contracts; ids are the first few of each."""
 
@@ -101,6 +112,11 @@ class AttemptRecord:
     prefill_ms: float = 0.0
     push_ms: float = 0.0
     transfer_ms: float = 0.0
+    placement: str = ""  # handoff | decode: which worker computed the prompt
+    placement_reason: str = ""
+    predicted_handoff_ms: float = 0.0  # pair chosen .. first token
+    predicted_decode_ms: float = 0.0
+    decode_penalty_ms: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ def build_bundle(
     chat_template: str,
     special_tokens: Mapping[str, str],
     eos_ids: Collection[int],
+    sampling: Mapping[str, float] | None = None,
 ) -> Bundle:
     """A bundle that a Tokenizer accepts. Raises CheckpointError for one that cannot be used.
 
@@ -23,6 +24,7 @@ def build_bundle(
         content: tokenizer.json, parsed; its truncation, padding and dropout are left out, since a
             prompt is never cut, filled or varied by its tokenizer.
         special_tokens: names for templates; `bos_token` is the begin token.
+        sampling: what a request gets that does not say.
     """
     if len(chat_template) > MAX_TEMPLATE_CHARS:
         raise CheckpointError(
@@ -44,6 +46,7 @@ def build_bundle(
         add_bos=bos_id is not None and full != plain and full[:1] == [bos_id],
         special_tokens=dict(special_tokens),
         vocab_size=vocab_size_of(backend),
+        sampling=dict(sampling or {}),
     )
     Tokenizer(bundle)  # an unsupported decoder is refused when the model is loaded, not on its first answer
     return bundle

@@ -4,7 +4,7 @@ The bytes are canonical: equal bundles have equal bytes, and bytes that are not 
 refused, so the digest identifies the content. VERSION is bumped when a field is added, removed
 or changes meaning; readers refuse other versions by name.
 
-History: 1, the first.
+History: 1, the first; 2, `sampling`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import isfinite
 
 import msgpack
 
 from pdserve.errors import InvalidRequest
 
-VERSION = 1
+VERSION = 2
 MAX_BUNDLE_BYTES = 128 * 1024 * 1024  # the largest public tokenizer.json files are about 35 MB
 MAX_TEMPLATE_CHARS = 1024 * 1024
 MAX_VOCAB = 1 << 24
 MAX_NAMED_TOKENS = 1024
 MAX_EOS = 256
+SAMPLING_NAMES = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Bundle:
     add_bos: bool = False  # tokenizer_json's post-processor puts bos_id first
     special_tokens: Mapping[str, str] = field(default_factory=dict, hash=False)  # name in templates -> text
     vocab_size: int = 0  # highest id plus one, added tokens included
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # SAMPLING_NAMES -> what requests get
 
     def to_bytes(self) -> bytes:
         """Canonical bytes; `from_bytes` gives back an equal bundle."""
@@ -48,6 +51,7 @@ class Bundle:
             "add_bos": self.add_bos,
             "special_tokens": [list(item) for item in sorted(self.special_tokens.items())],
             "vocab_size": self.vocab_size,
+            "sampling": [[name, float(value)] for name, value in sorted(self.sampling.items())],
         }
         packed: bytes = msgpack.packb(content, use_bin_type=True)
         return packed
@@ -80,6 +84,7 @@ class Bundle:
             add_bos=_flag(content, "add_bos"),
             special_tokens=_named(_items(content, "special_tokens", MAX_NAMED_TOKENS)),
             vocab_size=_number(content["vocab_size"], "vocab_size", MAX_VOCAB),
+            sampling=_defaults(_items(content, "sampling", len(SAMPLING_NAMES))),
         )
         if bundle.bos_id is not None and bundle.bos_id >= bundle.vocab_size:
             raise _refused("bos_id", f"id {bundle.bos_id} is outside the vocabulary of {bundle.vocab_size}")
@@ -124,6 +129,17 @@ def _named(items: list[object]) -> dict[str, str]:
             case _:
                 raise _refused("special_tokens", f"{item!r} is not a name and a text")
     return named
+
+
+def _defaults(items: list[object]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for item in items:
+        match item:
+            case [str(name), float(value)] if name in SAMPLING_NAMES and isfinite(value):
+                found[name] = value
+            case _:
+                raise _refused("sampling", f"{item!r} is not a default of sampling")
+    return found
 
 
 def _refused(name: str, problem: str) -> InvalidRequest:

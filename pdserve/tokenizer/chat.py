@@ -22,7 +22,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -33,6 +33,8 @@ from pdserve.errors import InvalidRequest
 
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 MAX_NESTING = 32
+_END_MARK = "\ue0f0\ue0f1\ue0f2 "  # characters that no text has; the blank tells whether the template trims
+_OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # A conversion whose width or precision is taken from the arguments or has five digits or more.
 _WIDE_FORMAT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{5,}|\d*\.(?:\*|\d{5,}))")
 # What running a foreign template can raise besides Jinja's own errors.
@@ -57,8 +59,24 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool) -> str:
-        """Raises InvalidRequest (field "messages") for bad messages, no template, or a template that fails."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, object]] = (),
+        continue_final_message: bool = False,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt text.
+
+        Args:
+            tools: JSON descriptions of functions; a template that takes none is refused.
+            continue_final_message: the text ends within the last message, which the model goes on with.
+            variables: further names for this template, such as `enable_thinking`.
+
+        Raises InvalidRequest (field "messages", "tools", ...) for bad messages, no template, or one that fails.
+        """
         if not self._source:
             raise InvalidRequest(
                 "this model has no chat template",
@@ -66,13 +84,31 @@ class ChatTemplate:
                 field="messages",
                 remedy="send a text prompt or token ids",
             )
+        plain = plain_messages(messages)
+        if tools and not self.takes_tools:
+            raise _bad("tools", "the model's chat template takes none", "leave them out", "NO_TOOLS")
+        if continue_final_message:
+            _mark_end(plain, add_generation_prompt)
         context = {
             **self._special_tokens,
-            "messages": plain_messages(messages),
-            "tools": None,
+            **_variables(variables or {}),
+            "messages": plain,
+            "tools": [_plain_data(tool, f"tools[{i}]", 0) for i, tool in enumerate(tools)] or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        text = self._rendered(context)
+        return _cut_at_mark(text) if continue_final_message else text
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """The template reads `tools`. A template that cannot be parsed takes none: rendering it says why."""
+        try:
+            return "tools" in meta.find_undeclared_variables(_environment().parse(self._source))
+        except TemplateError:
+            return False
+
+    def _rendered(self, context: Mapping[str, object]) -> str:
         pieces: list[str] = []
         room = MAX_RENDERED_CHARS
         try:
@@ -93,6 +129,37 @@ class ChatTemplate:
     @cached_property
     def _template(self) -> Template:
         return _environment().from_string(self._source)
+
+
+def _mark_end(messages: list[dict[str, object]], add_generation_prompt: bool) -> None:
+    """Changes the last message: where its text ends has to be found again in what the template makes of it."""
+    where = "continue_final_message"
+    if add_generation_prompt:
+        raise _bad(where, "it contradicts add_generation_prompt", "set one of them", "INVALID_FIELD")
+    content = messages[-1].get("content")
+    if not isinstance(content, str):
+        raise _bad(where, "the last message has no text to go on with", "send its beginning", "INVALID_FIELD")
+    messages[-1]["content"] = content + _END_MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    place = text.rfind(_END_MARK.strip())
+    if place < 0:
+        raise _bad(
+            "continue_final_message",
+            "the model's chat template does not show the end of the last message",
+            "leave it out",
+            "CHAT_TEMPLATE",
+        )
+    # Without the blank the template trims its texts, and would have trimmed the message's own end, too.
+    return text[:place] if text.startswith(_END_MARK, place) else text[:place].rstrip()
+
+
+def _variables(given: Mapping[str, object]) -> dict[str, object]:
+    taken = sorted(given.keys() & _OWN_NAMES)
+    if taken:
+        raise _bad(f"chat_template_kwargs.{taken[0]}", "it is set otherwise", "use the field of that name")
+    return {name: _plain_data(value, f"chat_template_kwargs.{name}", 0) for name, value in given.items()}
 
 
 def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

@@ -26,10 +26,12 @@ class IncrementalDetokenizer:
         continuation: SentencePiece texts lose the space before their first word. False: the ids
             are a text of their own, as `Tokenizer.decode` takes them. True: they continue a
             prompt, so that space separates the two and stays. No difference for byte-level models.
+        special: special and end tokens add their names.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, continuation: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, continuation: bool = False, special: bool = False) -> None:
         self._pieces = tokenizer.pieces if tokenizer is not None else None
+        self._special = special
         self._held = b""
         plan = self._pieces.plan if self._pieces is not None else None
         self._first = plan is not None and not continuation
@@ -37,9 +39,14 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> bytes:
         """Whole UTF-8 characters that this token completes; may be empty."""
-        if self._pieces is None or self._pieces.is_silent(token_id):
+        if self._pieces is None:
             return b""
-        piece = self._pieces.emitted(token_id, first=self._first)
+        if not self._pieces.is_silent(token_id):
+            piece = self._pieces.emitted(token_id, first=self._first)
+        elif self._special and self._pieces.exists(token_id):
+            piece = self._pieces.text(token_id)
+        else:
+            return b""
         self._first = False
         if self._strip_left and piece:
             piece = self._strip_start(piece)

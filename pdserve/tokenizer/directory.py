@@ -4,7 +4,7 @@ tokenizer.json          vocabulary, splits, decoder, post-processor: what ids ar
 tokenizer_config.json   named tokens, tokens added later, add_bos_token, chat template
 special_tokens_map.json named tokens of older checkpoints
 chat_template.jinja     chat template; goes before the one in tokenizer_config.json
-generation_config.json  ids that end an answer; else config.json has them
+generation_config.json  ids that end an answer (else config.json has them), and defaults of sampling
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from pdserve.errors import CheckpointError
+from pdserve.errors import CheckpointError, InvalidRequest
+from pdserve.request import SamplingParams
 from pdserve.tokenizer.build import build_bundle, canonical_json, with_bos
-from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES, Bundle
+from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES, SAMPLING_NAMES, Bundle
 from pdserve.tokenizer.tokenizer import load_backend
 
 # Files that say a tokenizer was meant to be here, in formats that are not read.
@@ -48,6 +49,7 @@ def bundle_from_directory(path: str | Path) -> Bundle | None:
         chat_template=_chat_template(folder, config),
         special_tokens=named,
         eos_ids=_eos_ids(folder, backend, named),
+        sampling=_sampling(folder),
     )
 
 
@@ -130,6 +132,23 @@ def _eos_ids(folder: Path, backend: Backend, named: Mapping[str, str]) -> set[in
     if "eos_token" in named:
         ids.add(_id_of(backend, named["eos_token"]))
     return ids
+
+
+def _sampling(folder: Path) -> dict[str, float]:
+    """What the generation settings say of sampling. Raises CheckpointError for values that no request could have."""
+    name = "generation_config.json"
+    settings = _read(folder, name)
+    stated: dict[str, Any] = {key: settings[key] for key in SAMPLING_NAMES if settings.get(key) is not None}
+    for key, value in stated.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise _bad(name, f"{key} {value!r} is not a number", "correct the file")
+    try:
+        if "top_k" in stated:
+            stated["top_k"] = int(stated["top_k"])
+        SamplingParams(**stated).check()
+    except (InvalidRequest, ValueError, OverflowError) as error:
+        raise _bad(name, str(error), "correct the file") from error
+    return {key: float(value) for key, value in stated.items()}
 
 
 def _ids(value: object, name: str) -> Iterable[int]:

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file: byte-level BPE, from the file's metadata.
+"""The tokenizer inside a GGUF file: byte-level BPE, from the file's metadata; SentencePiece's is in gguf_spm.py.
 
 A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`) instead of describing it; `_PRE_TOKENIZERS`
 holds what each name stands for, as in the tokenizer.json of the models it was made for. A wrong
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.errors import CheckpointError
+from pdserve.tokenizer import gguf_spm
 from pdserve.tokenizer.build import build_bundle, with_bos
 from pdserve.tokenizer.bundle import Bundle
 from pdserve.tokenizer.gguf_metadata import GgufMetadata, damaged, read_metadata
@@ -79,18 +80,22 @@ def gguf_bundle(path: Path) -> Bundle | None:
     metadata = read_metadata(path)
     if metadata.get("tokenizer.ggml.model", str, "none") in ("none", "no_vocab"):
         return None
-    if (model := metadata.need("tokenizer.ggml.model", str)) != "gpt2":
-        raise _unsupported("tokenizer.ggml.model", model, "gpt2 (byte-level BPE)")
-    name = metadata.get("tokenizer.ggml.pre", str, "default")
-    if name not in _PRE_TOKENIZERS:
-        raise _unsupported("tokenizer.ggml.pre", name, ", ".join(sorted(_PRE_TOKENIZERS)))
-    pre = _PRE_TOKENIZERS[name]
     tokens = metadata.texts("tokenizer.ggml.tokens")
-    content = _tokenizer_json(metadata, tokens, pre)
+    model = metadata.need("tokenizer.ggml.model", str)
+    if model == "llama":
+        content, add_bos = gguf_spm.tokenizer_json(metadata, tokens), True
+    elif model == "gpt2":
+        name = metadata.get("tokenizer.ggml.pre", str, "default")
+        if name not in _PRE_TOKENIZERS:
+            raise _unsupported("tokenizer.ggml.pre", name, ", ".join(sorted(_PRE_TOKENIZERS)))
+        pre = _PRE_TOKENIZERS[name]
+        content, add_bos = _tokenizer_json(metadata, tokens, pre), pre.add_bos
+    else:
+        raise _unsupported("tokenizer.ggml.model", model, "gpt2 (byte-level BPE), llama (SentencePiece's BPE)")
     special = {
         key: tokens[i] for key, i in ((k, metadata.token_id(v, tokens)) for k, v in _NAMED.items()) if i is not None
     }
-    if metadata.get("tokenizer.ggml.add_bos_token", bool, pre.add_bos) and "bos_token" in special:
+    if metadata.get("tokenizer.ggml.add_bos_token", bool, add_bos) and "bos_token" in special:
         content = with_bos(content, special["bos_token"], tokens.index(special["bos_token"]))
     ends = (metadata.token_id(end, tokens) for end in _ENDS)
     return build_bundle(

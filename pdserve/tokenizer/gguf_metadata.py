@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,6 +43,13 @@ class GgufMetadata:
         if len(numbers) != count or len(items) != count:
             raise damaged(key, f"not a list of {count} numbers")
         return numbers
+
+    def floats(self, key: str, count: int) -> list[float]:
+        items: list[object] = self.need(key, list)
+        floats = [float(item) for item in items if isinstance(item, (int, float))]
+        if len(floats) != count or len(items) != count or not all(map(isfinite, floats)):
+            raise damaged(key, f"not a list of {count} numbers")
+        return floats
 
     def token_id(self, name: str, tokens: list[str]) -> int | None:
         """`tokenizer.ggml.NAME_token_id`; None when the file does not give one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -48,6 +49,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.bundle.chat_template)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token, which adds nothing to a text; None for one that does, or that does not exist."""
+        token: int | None = self._backend.token_to_id(text)
+        return token if token is not None and self.pieces.is_silent(token) else None
+
     def encode(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
         """Ids of `text`; empty text gives only what `add_special` adds, perhaps nothing.
 
@@ -79,19 +85,37 @@ class Tokenizer:
         """
         return tokens * self.longest_token_bytes
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt text of a conversation. Raises InvalidRequest (see `chat.ChatTemplate.render`)."""
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+    @property
+    def takes_tools(self) -> bool:
+        """The chat template shows functions to the model."""
+        return self._chat.takes_tools
 
-    def apply_chat(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
-    ) -> tuple[int, ...]:
-        """Ids of a conversation. Special tokens, the begin token too, are the template's business alone."""
-        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt), add_special=False)
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] = (),
+        continue_final_message: bool = False,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt text of a conversation: arguments and errors of `chat.ChatTemplate.render`."""
+        return self._chat.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids` as a text of their own, special tokens left out, broken characters as U+FFFD."""
-        stream = IncrementalDetokenizer(self)
+    def apply_chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> tuple[int, ...]:
+        """Ids of a conversation, options as for `render_chat`. Special tokens, the begin token too, are the template's
+        business alone."""
+        return self.encode(self.render_chat(messages, **options), add_special=False)
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids` as a text of their own, broken characters as U+FFFD."""
+        stream = IncrementalDetokenizer(self, special=not skip_special_tokens)
         data = b"".join([*(stream.push(token) for token in ids), stream.flush()])
         return data.decode("utf-8", "replace")
 

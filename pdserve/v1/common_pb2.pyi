@@ -200,7 +200,7 @@ class Ticket(_message.Message):
     def __init__(self, handoff_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., secret: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., held_tokens: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
 
 class SamplingOptions(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "max_tokens", "min_tokens", "ignore_eos", "logprobs")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "max_tokens", "min_tokens", "ignore_eos", "logprobs", "json_schema", "regex", "lark", "skip_special_tokens")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +223,10 @@ class SamplingOptions(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -238,7 +242,11 @@ class SamplingOptions(_message.Message):
     min_tokens: int
     ignore_eos: bool
     logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    json_schema: str
+    regex: str
+    lark: str
+    skip_special_tokens: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("id", "logprob", "rank")
@@ -311,7 +319,7 @@ class GroupPair(_message.Message):
     def __init__(self, prefill_workers: _Optional[_Iterable[str]] = ..., decode_workers: _Optional[_Iterable[str]] = ..., prefill_count: _Optional[int] = ..., decode_count: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ...) -> None: ...
 
 class AttemptRecord(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "prefill_candidates", "decode_candidates", "prefill_cost", "decode_cost", "outcome", "failed_worker", "first_index", "output_tokens", "begun_ms", "admitted_ms", "first_token_ms", "total_ms", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "push_ms", "transfer_ms")
+    __slots__ = ("prefill_worker", "decode_worker", "prefill_candidates", "decode_candidates", "prefill_cost", "decode_cost", "outcome", "failed_worker", "first_index", "output_tokens", "begun_ms", "admitted_ms", "first_token_ms", "total_ms", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "push_ms", "transfer_ms", "placement", "placement_reason", "predicted_handoff_ms", "predicted_decode_ms", "decode_penalty_ms")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +342,11 @@ class AttemptRecord(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     PUSH_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_REASON_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_HANDOFF_MS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PENALTY_MS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     prefill_candidates: int
@@ -356,7 +369,12 @@ class AttemptRecord(_message.Message):
     prefill_ms: float
     push_ms: float
     transfer_ms: float
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_candidates: _Optional[int] = ..., decode_candidates: _Optional[int] = ..., prefill_cost: _Optional[float] = ..., decode_cost: _Optional[float] = ..., outcome: _Optional[str] = ..., failed_worker: _Optional[str] = ..., first_index: _Optional[int] = ..., output_tokens: _Optional[int] = ..., begun_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ...) -> None: ...
+    placement: str
+    placement_reason: str
+    predicted_handoff_ms: float
+    predicted_decode_ms: float
+    decode_penalty_ms: float
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_candidates: _Optional[int] = ..., decode_candidates: _Optional[int] = ..., prefill_cost: _Optional[float] = ..., decode_cost: _Optional[float] = ..., outcome: _Optional[str] = ..., failed_worker: _Optional[str] = ..., first_index: _Optional[int] = ..., output_tokens: _Optional[int] = ..., begun_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., placement: _Optional[str] = ..., placement_reason: _Optional[str] = ..., predicted_handoff_ms: _Optional[float] = ..., predicted_decode_ms: _Optional[float] = ..., decode_penalty_ms: _Optional[float] = ...) -> None: ...
 
 class HandoffRecord(_message.Message):
     __slots__ = ("request_id", "prefill_worker", "decode_worker", "attempts", "prompt_tokens", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_tokens_per_s", "conversions", "notes", "output_tokens", "outcome", "intake_ms", "admitted_ms", "push_ms", "decode_ms", "total_ms", "candidates", "rejected", "history")

@@ -16,7 +16,7 @@ class DecodeRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[DecodeOpen, _Mapping]] = ..., retry: _Optional[_Union[DecodeRetry, _Mapping]] = ...) -> None: ...
 
 class DecodeOpen(_message.Message):
-    __slots__ = ("request_id", "model", "tenant", "adapter_digest", "prompt_ids", "output_ids", "forwarded_tokens", "sampling", "prefill_contract")
+    __slots__ = ("request_id", "model", "tenant", "adapter_digest", "prompt_ids", "output_ids", "forwarded_tokens", "sampling", "prefill_contract", "prefill_here")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class DecodeOpen(_message.Message):
     FORWARDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     tenant: str
@@ -35,38 +36,59 @@ class DecodeOpen(_message.Message):
     forwarded_tokens: int
     sampling: _common_pb2.SamplingOptions
     prefill_contract: _common_pb2.WorkerContract
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., adapter_digest: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., forwarded_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingOptions, _Mapping]] = ..., prefill_contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ...) -> None: ...
+    prefill_here: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., adapter_digest: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., forwarded_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingOptions, _Mapping]] = ..., prefill_contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., prefill_here: _Optional[bool] = ...) -> None: ...
 
 class DecodeRetry(_message.Message):
-    __slots__ = ("prefill_contract",)
+    __slots__ = ("prefill_contract", "prefill_here")
     PREFILL_CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
     prefill_contract: _common_pb2.WorkerContract
-    def __init__(self, prefill_contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ...) -> None: ...
+    prefill_here: bool
+    def __init__(self, prefill_contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., prefill_here: _Optional[bool] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("admitted", "ticket", "tokens", "finish", "error")
+    __slots__ = ("admitted", "ticket", "tokens", "finish", "error", "prefilled")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
     admitted: Admitted
     ticket: _common_pb2.Ticket
     tokens: _common_pb2.TokenBatch
     finish: _common_pb2.Finish
     error: _common_pb2.ErrorDetail
-    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., tokens: _Optional[_Union[_common_pb2.TokenBatch, _Mapping]] = ..., finish: _Optional[_Union[_common_pb2.Finish, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+    prefilled: Prefilled
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., tokens: _Optional[_Union[_common_pb2.TokenBatch, _Mapping]] = ..., finish: _Optional[_Union[_common_pb2.Finish, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("ticket", "identity", "contract", "logits_only", "conversions")
+    __slots__ = ("ticket", "identity", "contract", "logits_only", "conversions", "prefill_here")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     LOGITS_ONLY_FIELD_NUMBER: _ClassVar[int]
     CONVERSIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
     ticket: _common_pb2.Ticket
     identity: _common_pb2.HandoffIdentity
     contract: _common_pb2.WorkerContract
     logits_only: bool
     conversions: _containers.RepeatedCompositeFieldContainer[_common_pb2.Difference]
-    def __init__(self, ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.HandoffIdentity, _Mapping]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., logits_only: _Optional[bool] = ..., conversions: _Optional[_Iterable[_Union[_common_pb2.Difference, _Mapping]]] = ...) -> None: ...
+    prefill_here: bool
+    def __init__(self, ticket: _Optional[_Union[_common_pb2.Ticket, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.HandoffIdentity, _Mapping]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., logits_only: _Optional[bool] = ..., conversions: _Optional[_Iterable[_Union[_common_pb2.Difference, _Mapping]]] = ..., prefill_here: _Optional[bool] = ...) -> None: ...
+
+class Prefilled(_message.Message):
+    __slots__ = ("computed_tokens", "cached_tokens", "queued_ms", "prefill_ms", "chunks")
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    computed_tokens: int
+    cached_tokens: int
+    queued_ms: float
+    prefill_ms: float
+    chunks: int
+    def __init__(self, computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., chunks: _Optional[int] = ...) -> None: ...

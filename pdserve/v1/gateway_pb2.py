@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/gateway.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xf6\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.SamplingOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x13\n\x0bwant_record\x18\x08 \x01(\x08\x42\x08\n\x06prompt\"\x8b\x02\n\rGenerateEvent\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AcceptedH\x00\x12(\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.TokenBatchH\x00\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.HandoffRecordH\x00\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.FinishH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetailH\x00\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.pdserve.v1.UsageB\x07\n\x05\x65vent\"R\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\x13\n\x11ListModelsRequest\"\x9f\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcontext_limit\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\x0c\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x11\n\tcreated_s\x18\x07 \x01(\x03\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.ModelInfo\"\x0f\n\rStatusRequest\"\xf3\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\'\n\tendpoints\x18\x05 \x03(\x0b\x32\x14.pdserve.v1.Endpoint\x12,\n\x08\x63ontract\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x17\n\x0f\x63ontract_digest\x18\x07 \x01(\x0c\x12\x1e\n\x04load\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x14\n\x0clease_left_s\x18\t \x01(\x01\"\xba\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rwaiting_limit\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\x12\x12\n\npages_held\x18\x06 \x01(\r\x12\x14\n\x0cpages_cached\x18\x07 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x08 \x01(\x01\x12\r\n\x05steps\x18\t \x01(\x04\"p\n\x04Pair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0c\n\x04\x66its\x18\x03 \x01(\x08\x12+\n\x0b\x64ifferences\x18\x04 \x03(\x0b\x32\x16.pdserve.v1.Difference\"\xb2\x01\n\x0eStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x1f\n\x05pairs\x18\x02 \x03(\x0b\x32\x10.pdserve.v1.Pair\x12\x10\n\x08registry\x18\x03 \x01(\t\x12\x18\n\x10registry_warning\x18\x04 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t2\xdd\x01\n\x07Gateway\x12\x44\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x19.pdserve.v1.GenerateEvent0\x01\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponse\x12?\n\x06Status\x12\x19.pdserve.v1.StatusRequest\x1a\x1a.pdserve.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/gateway.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"i\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x04 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"\x83\x01\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x16\n\x0evariables_json\x18\x04 \x01(\t\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xf6\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.SamplingOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x13\n\x0bwant_record\x18\x08 \x01(\x08\x42\x08\n\x06prompt\"\x8b\x02\n\rGenerateEvent\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AcceptedH\x00\x12(\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.TokenBatchH\x00\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.HandoffRecordH\x00\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.FinishH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetailH\x00\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.pdserve.v1.UsageB\x07\n\x05\x65vent\"R\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\x13\n\x11ListModelsRequest\"\x9f\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rcontext_limit\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\x0c\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x11\n\tcreated_s\x18\x07 \x01(\x03\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.ModelInfo\"\x0f\n\rStatusRequest\"\x8a\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\'\n\tendpoints\x18\x05 \x03(\x0b\x32\x14.pdserve.v1.Endpoint\x12,\n\x08\x63ontract\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x17\n\x0f\x63ontract_digest\x18\x07 \x01(\x0c\x12\x1e\n\x04load\x18\x08 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x14\n\x0clease_left_s\x18\t \x01(\x01\x12\x15\n\rtakes_prompts\x18\n \x01(\x08\"\x83\x03\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rwaiting_limit\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\x12\x12\n\npages_held\x18\x06 \x01(\r\x12\x14\n\x0cpages_cached\x18\x07 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x08 \x01(\x01\x12\r\n\x05steps\x18\t \x01(\x04\x12\x1c\n\x14prefill_tokens_per_s\x18\n \x01(\x01\x12#\n\x1bshared_prefill_tokens_per_s\x18\x0b \x01(\x01\x12\x1d\n\x15queued_prefill_tokens\x18\x0c \x01(\r\x12\x18\n\x10predicted_wait_s\x18\r \x01(\x01\x12\x1c\n\x14transfer_bytes_per_s\x18\x0e \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_step_ms\x18\x0f \x01(\x01\x12\x15\n\rfixed_step_ms\x18\x10 \x01(\x01\"p\n\x04Pair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0c\n\x04\x66its\x18\x03 \x01(\x08\x12+\n\x0b\x64ifferences\x18\x04 \x03(\x0b\x32\x16.pdserve.v1.Difference\"\xe2\x01\n\x0eStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x1f\n\x05pairs\x18\x02 \x03(\x0b\x32\x10.pdserve.v1.Pair\x12\x10\n\x08registry\x18\x03 \x01(\t\x12\x18\n\x10registry_warning\x18\x04 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12.\n\tplacement\x18\x07 \x01(\x0b\x32\x1b.pdserve.v1.PlacementCounts\"\xb1\x01\n\x0fPlacementCounts\x12\x14\n\x0c\x64isaggregate\x18\x01 \x01(\t\x12\x13\n\x0bhanded_over\x18\x02 \x01(\x04\x12\x1a\n\x12\x63omputed_at_decode\x18\x03 \x01(\x04\x12\x11\n\tfallbacks\x18\x04 \x01(\x04\x12\x0f\n\x07\x63heaper\x18\x05 \x01(\x04\x12\x13\n\x0bpredictions\x18\x06 \x01(\x04\x12\x0e\n\x06\x62ounds\x18\x07 \x03(\x01\x12\x0e\n\x06ratios\x18\x08 \x03(\x04\x32\xdd\x01\n\x07Gateway\x12\x44\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x19.pdserve.v1.GenerateEvent0\x01\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponse\x12?\n\x06Status\x12\x19.pdserve.v1.StatusRequest\x1a\x1a.pdserve.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.gateway_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHATMESSAGE']._serialized_start=65
-  _globals['_CHATMESSAGE']._serialized_end=109
-  _globals['_CHATPROMPT']._serialized_start=111
-  _globals['_CHATPROMPT']._serialized_end=166
-  _globals['_TOKENPROMPT']._serialized_start=168
-  _globals['_TOKENPROMPT']._serialized_end=194
-  _globals['_GENERATEREQUEST']._serialized_start=197
-  _globals['_GENERATEREQUEST']._serialized_end=443
-  _globals['_GENERATEEVENT']._serialized_start=446
-  _globals['_GENERATEEVENT']._serialized_end=713
-  _globals['_ACCEPTED']._serialized_start=715
-  _globals['_ACCEPTED']._serialized_end=797
-  _globals['_LISTMODELSREQUEST']._serialized_start=799
-  _globals['_LISTMODELSREQUEST']._serialized_end=818
-  _globals['_MODELINFO']._serialized_start=821
-  _globals['_MODELINFO']._serialized_end=980
-  _globals['_LISTMODELSRESPONSE']._serialized_start=982
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1041
-  _globals['_STATUSREQUEST']._serialized_start=1043
-  _globals['_STATUSREQUEST']._serialized_end=1058
-  _globals['_WORKERSTATUS']._serialized_start=1061
-  _globals['_WORKERSTATUS']._serialized_end=1304
-  _globals['_LOAD']._serialized_start=1307
-  _globals['_LOAD']._serialized_end=1493
-  _globals['_PAIR']._serialized_start=1495
-  _globals['_PAIR']._serialized_end=1607
-  _globals['_STATUSRESPONSE']._serialized_start=1610
-  _globals['_STATUSRESPONSE']._serialized_end=1788
-  _globals['_GATEWAY']._serialized_start=1791
-  _globals['_GATEWAY']._serialized_end=2012
+  _globals['_CHATMESSAGE']._serialized_end=170
+  _globals['_CHATPROMPT']._serialized_start=173
+  _globals['_CHATPROMPT']._serialized_end=304
+  _globals['_TOKENPROMPT']._serialized_start=306
+  _globals['_TOKENPROMPT']._serialized_end=332
+  _globals['_GENERATEREQUEST']._serialized_start=335
+  _globals['_GENERATEREQUEST']._serialized_end=581
+  _globals['_GENERATEEVENT']._serialized_start=584
+  _globals['_GENERATEEVENT']._serialized_end=851
+  _globals['_ACCEPTED']._serialized_start=853
+  _globals['_ACCEPTED']._serialized_end=935
+  _globals['_LISTMODELSREQUEST']._serialized_start=937
+  _globals['_LISTMODELSREQUEST']._serialized_end=956
+  _globals['_MODELINFO']._serialized_start=959
+  _globals['_MODELINFO']._serialized_end=1118
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1120
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1179
+  _globals['_STATUSREQUEST']._serialized_start=1181
+  _globals['_STATUSREQUEST']._serialized_end=1196
+  _globals['_WORKERSTATUS']._serialized_start=1199
+  _globals['_WORKERSTATUS']._serialized_end=1465
+  _globals['_LOAD']._serialized_start=1468
+  _globals['_LOAD']._serialized_end=1855
+  _globals['_PAIR']._serialized_start=1857
+  _globals['_PAIR']._serialized_end=1969
+  _globals['_STATUSRESPONSE']._serialized_start=1972
+  _globals['_STATUSRESPONSE']._serialized_end=2198
+  _globals['_PLACEMENTCOUNTS']._serialized_start=2201
+  _globals['_PLACEMENTCOUNTS']._serialized_end=2378
+  _globals['_GATEWAY']._serialized_start=2381
+  _globals['_GATEWAY']._serialized_end=2602
 # @@protoc_insertion_point(module_scope)

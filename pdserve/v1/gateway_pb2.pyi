@@ -8,18 +8,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
+    __slots__ = ("role", "content", "name", "tool_calls_json", "tool_call_id")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    name: str
+    tool_calls_json: str
+    tool_call_id: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls_json: _Optional[str] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
-    __slots__ = ("messages",)
+    __slots__ = ("messages", "tools_json", "continue_final_message", "variables_json")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_JSON_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+    tools_json: str
+    continue_final_message: bool
+    variables_json: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., continue_final_message: _Optional[bool] = ..., variables_json: _Optional[str] = ...) -> None: ...
 
 class TokenPrompt(_message.Message):
     __slots__ = ("ids",)
@@ -108,7 +120,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "state", "model", "endpoints", "contract", "contract_digest", "load", "lease_left_s")
+    __slots__ = ("worker_id", "role", "state", "model", "endpoints", "contract", "contract_digest", "load", "lease_left_s", "takes_prompts")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +130,7 @@ class WorkerStatus(_message.Message):
     CONTRACT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     LEASE_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     state: str
@@ -127,10 +140,11 @@ class WorkerStatus(_message.Message):
     contract_digest: bytes
     load: Load
     lease_left_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.Endpoint, _Mapping]]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., contract_digest: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., lease_left_s: _Optional[float] = ...) -> None: ...
+    takes_prompts: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.Endpoint, _Mapping]]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., contract_digest: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., lease_left_s: _Optional[float] = ..., takes_prompts: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_limit", "queued_tokens", "pages_total", "pages_held", "pages_cached", "tokens_per_s", "steps")
+    __slots__ = ("running", "waiting", "waiting_limit", "queued_tokens", "pages_total", "pages_held", "pages_cached", "tokens_per_s", "steps", "prefill_tokens_per_s", "shared_prefill_tokens_per_s", "queued_prefill_tokens", "predicted_wait_s", "transfer_bytes_per_s", "decode_step_ms", "fixed_step_ms")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_LIMIT_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +154,13 @@ class Load(_message.Message):
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SHARED_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    FIXED_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_limit: int
@@ -149,7 +170,14 @@ class Load(_message.Message):
     pages_cached: int
     tokens_per_s: float
     steps: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_limit: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ...) -> None: ...
+    prefill_tokens_per_s: float
+    shared_prefill_tokens_per_s: float
+    queued_prefill_tokens: int
+    predicted_wait_s: float
+    transfer_bytes_per_s: float
+    decode_step_ms: float
+    fixed_step_ms: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_limit: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., shared_prefill_tokens_per_s: _Optional[float] = ..., queued_prefill_tokens: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., fixed_step_ms: _Optional[float] = ...) -> None: ...
 
 class Pair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "fits", "differences")
@@ -164,17 +192,39 @@ class Pair(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., fits: _Optional[bool] = ..., differences: _Optional[_Iterable[_Union[_common_pb2.Difference, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("workers", "pairs", "registry", "registry_warning", "active_requests", "version")
+    __slots__ = ("workers", "pairs", "registry", "registry_warning", "active_requests", "version", "placement")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_WARNING_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     pairs: _containers.RepeatedCompositeFieldContainer[Pair]
     registry: str
     registry_warning: str
     active_requests: int
     version: str
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., registry: _Optional[str] = ..., registry_warning: _Optional[str] = ..., active_requests: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    placement: PlacementCounts
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., registry: _Optional[str] = ..., registry_warning: _Optional[str] = ..., active_requests: _Optional[int] = ..., version: _Optional[str] = ..., placement: _Optional[_Union[PlacementCounts, _Mapping]] = ...) -> None: ...
+
+class PlacementCounts(_message.Message):
+    __slots__ = ("disaggregate", "handed_over", "computed_at_decode", "fallbacks", "cheaper", "predictions", "bounds", "ratios")
+    DISAGGREGATE_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_AT_DECODE_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    CHEAPER_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    RATIOS_FIELD_NUMBER: _ClassVar[int]
+    disaggregate: str
+    handed_over: int
+    computed_at_decode: int
+    fallbacks: int
+    cheaper: int
+    predictions: int
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    ratios: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, disaggregate: _Optional[str] = ..., handed_over: _Optional[int] = ..., computed_at_decode: _Optional[int] = ..., fallbacks: _Optional[int] = ..., cheaper: _Optional[int] = ..., predictions: _Optional[int] = ..., bounds: _Optional[_Iterable[float]] = ..., ratios: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -32,7 +32,17 @@ def figures_of(name: str, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "count", "compared"), [("engine", 3, 3), ("interference", 2, 1), ("memory", 6, 4), ("router", 9, 2)]
+    ("name", "count", "compared"),
+    [
+        ("engine", 11, 5),
+        ("growth", 11, 5),
+        ("handoff", 9, 2),
+        ("interference", 7, 5),
+        ("memory", 6, 4),
+        ("router", 9, 2),
+        ("serving", 21, 1),
+        ("startup", 1, 0),
+    ],
 )
 def test_a_quick_run_gives_figures(name: str, count: int, compared: int, tmp_path: Path) -> None:
     figures = figures_of(name, tmp_path)
@@ -40,10 +50,10 @@ def test_a_quick_run_gives_figures(name: str, count: int, compared: int, tmp_pat
     assert sum(figure["peer"] is not None for figure in figures) == compared
     for figure in figures:
         assert figure.keys() == KEYS
-        assert figure["value"] >= 0 and figure["unit"]
+        assert figure["unit"] and (figure["value"] >= 0 or figure["unit"] == "exponent")
         if figure["peer"] is not None:
             assert figure["ratio"] == pytest.approx(figure["value"] / figure["peer"])
-            assert isinstance(figure["met"], bool)
+            assert isinstance(figure["met"], bool) is (figure["goal"] is not None)
     if name == "memory":  # exact, unlike what depends on a heap or on the machine's load
         held = [figure for figure in figures if "live tensors" in figure["name"]]
         assert len(held) == 2 and all(figure["met"] for figure in held), held

@@ -12,7 +12,7 @@ from pdserve.errors import (
 from tests.cache_transfer.pages import WAIT_S
 from tests.cache_transfer.support import Pair
 
-both_transports = pytest.mark.parametrize("kind", ["grpc", "memory"])
+both_transports = pytest.mark.parametrize("kind", ["grpc", "memory", "shared"])
 TOKENS = 8
 
 

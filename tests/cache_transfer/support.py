@@ -14,7 +14,6 @@ from cache_transfer.codec import ITEM_BYTES
 from cache_transfer.contract import (
     AttentionScheme,
     CachePlane,
-    Endpoint,
     HandoffIdentity,
     PositionScheme,
     Ticket,
@@ -26,6 +25,7 @@ from cache_transfer.pages import KVSource, PageSink, Range
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
 from cache_transfer.sender import HandoffSender
 from cache_transfer.service import TransferService, register
+from cache_transfer.shared import endpoints_of
 from cache_transfer.tickets import Claim, TicketBook
 from cache_transfer.transport import GrpcTransport, Transport
 from pdserve.errors import PdserveError
@@ -233,11 +233,14 @@ async def make_pair(
     settings: ReceiverSettings | None = None,
     **contract: int | str,
 ) -> AsyncIterator[Pair]:
-    """`kind`: grpc or memory. By default the two sides differ in page size and axis order."""
+    """`kind`: grpc, memory, or shared: gRPC with payloads in shared memory.
+
+    By default the two sides differ in page size and axis order.
+    """
     sends = sends or make_contract(**contract)  # type: ignore[arg-type]
     takes = takes or replace(sends, page_size=7, page_axis_order="nhd")
     host, clock = Host(takes), Clock()
-    book = TicketBook(INCARNATION, 30.0, (Endpoint("127.0.0.1:1"),), clock)
+    book = TicketBook(INCARNATION, 30.0, endpoints_of("127.0.0.1:1", "auto"), clock)
     receiver = Receiver(book, takes, host, settings)
     try:
         if kind == "memory":
@@ -248,7 +251,7 @@ async def make_pair(
         address = await server.start()
         link = channel(address)
         try:
-            transport = GrpcTransport(link, address)
+            transport = GrpcTransport(link, address, shares_memory=kind == "shared")
             yield Pair(sends, takes, host, book, clock, receiver, transport, address, server)
         finally:
             await link.close()

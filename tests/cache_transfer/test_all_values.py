@@ -75,7 +75,7 @@ class Strided(NumpySource):
         return pieces
 
 
-@pytest.mark.parametrize("kind", ["grpc", "memory"])
+@pytest.mark.parametrize("kind", ["grpc", "memory", "shared"])
 @pytest.mark.parametrize("dtype", BITS)
 async def test_views_with_gaps_are_sent_without_them(kind: str, dtype: str) -> None:
     async with make_pair(kind, dtype=dtype) as pair:

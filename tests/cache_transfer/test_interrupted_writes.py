@@ -35,7 +35,7 @@ class RevokedAtTheGrant(Host):
         return sink
 
 
-@pytest.mark.parametrize("kind", ["grpc", "memory"])
+@pytest.mark.parametrize("kind", ["grpc", "memory", "shared"])
 @pytest.mark.parametrize("steps", range(6))
 async def test_an_attempt_revoked_while_its_grant_is_written(kind: str, steps: int) -> None:
     async with make_pair(kind) as pair:

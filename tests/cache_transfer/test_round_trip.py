@@ -22,7 +22,7 @@ from tests.cache_transfer.support import (
     random_cache,
 )
 
-both_transports = pytest.mark.parametrize("kind", ["grpc", "memory"])
+both_transports = pytest.mark.parametrize("kind", ["grpc", "memory", "shared"])
 
 
 @both_transports

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.request import SamplingParams
+from pdserve.request import REGEX, Grammar, SamplingParams
 from pdserve.rpc.events import LENGTH, STOP
 from tests.e2e.resuming import FIRST_SPECIAL, SPECIAL, alone, check, lose, scene
 from tests.e2e.watched import WAIT_S
@@ -38,6 +38,7 @@ CASES = {
     "nearly": replace(SAMPLED, stop=(MIDDLE[:4] + "~",)),
     "end-id": replace(SAMPLED, stop_token_ids=(END,), min_tokens=8),
     "spelled": SPELLED,
+    "grammar": replace(SAMPLED, grammar=Grammar(REGEX, f"([a-m]{{2}}[{SPECIAL}]?){{9}}[0-9]")),
 }
 EXPECTED = {name: alone(params) for name, params in CASES.items()}
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from pdserve.engine import attention, batch, blocks, checks, deterministic, engine
 from pdserve.engine.blocks import BlockManager, Prefix
 from pdserve.engine.cache import PagedCache
-from pdserve.engine.engine import Engine, Reads
+from pdserve.engine.engine import Engine
+from pdserve.engine.plain import Reads
 from pdserve.engine.plan import Chunk, EngineConfig, StepOutput, StepPlan
 from pdserve.engine.trace import StepTrace
 from pdserve.errors import Internal

@@ -114,7 +114,7 @@ def test_the_slower_of_compute_and_traffic_is_the_bound() -> None:
 def test_flops_are_those_that_torch_counts(of: ModelSpec) -> None:
     """The decode path: one query sees what the ledger says. (Prefill leaves out blocks that are masked.)"""
     cached, batch = 31, 2
-    engine = Engine(tiny_model(of), EngineConfig(dtype="fp32", pages=32, page_size=4))
+    engine = Engine(tiny_model(of), EngineConfig(dtype="fp32", pages=32, page_size=4, kernels="plain"))
     tables = [tuple(range(index * 8, index * 8 + 8)) for index in range(batch)]
     chunks = [Chunk(f"s{i}", tuple(range(cached)), 0, tables[i]) for i in range(batch)]
     engine.step(StepPlan(tuple(chunks)))

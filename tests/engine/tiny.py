@@ -68,7 +68,7 @@ def seven_model(dtype: str = "float64") -> LoadedModel:
 
 
 def tiny_engine(of: ModelSpec = TINY, dtype: str = "fp32", seed: int = 0, **config: Any) -> Engine:
-    settings = {"pages": 64, "page_size": 4, **config}
+    settings = {"pages": 64, "page_size": 4, "kernels": "plain", **config}
     return Engine(tiny_model(of, dtype, seed), EngineConfig(dtype=dtype, **settings))
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pdserve.engine.blocks import BlockManager, Prefix
 from pdserve.engine.plan import StepPlan
+from pdserve.engine.rate import StepCost
 from pdserve.errors import ConfigError, Exhausted
 from prefill_worker.scheduler import Prompt, Scheduler, State
 from prefill_worker.settings import PrefillSettings
 
 
-def scheduler(pages: int = 64, chunk_tokens: int = 16, max_queue: int = 8, max_running: int = 4) -> Scheduler:
+def scheduler(
+    pages: int = 64, chunk_tokens: int = 16, max_queue: int = 8, max_running: int = 4, step_s: float = math.inf
+) -> Scheduler:
     return Scheduler(
         BlockManager(pages, 4),
         page_size=4,
         chunk_tokens=chunk_tokens,
+        batch_tokens=8,
+        step_s=step_s,
         max_queue=max_queue,
         max_running=max_running,
         lease_s=10.0,
@@ -69,22 +76,70 @@ def test_one_prompt_goes_through_its_states() -> None:
     assert s.blocks.cached_count == 5
 
 
-def test_the_oldest_prompt_has_half_a_step_and_short_ones_go_first() -> None:
+def test_a_queued_prompt_gets_pages_only_when_its_turn_has_come() -> None:
+    """The short prompt overtakes: the long one still waits, without a page, though there are places and pages."""
     s = scheduler()
-    for prompt in (made("long", 40), made("short", 3, first=100), made("other", 40, first=200)):
+    prompts = [made("first", 60), made("long", 80, first=100), made("short", 5, first=200)]
+    for prompt in prompts:
         s.submit(prompt)
-    s.admit(0.0)
-    assert sizes(s) == {"long": 8, "short": 3, "other": 5}
-    assert sizes(s) == {"long": 8, "other": 8}
+    assert [p.owner for p in s.admit(0.0)] == ["first", "short"]
+    assert s.blocks.holdings().keys() == {"first", "short"} and s.waiting == [prompts[1]]
+    # Short takes 5 tokens, the step is filled up to 8 with first's, and a third more is first's by reserve.
+    assert sizes(s) == {"first": 6, "short": 5}
+    assert s.admit(0.0) == []
+    for prompt in prompts:
+        s.release(prompt, State.ABORTED)
+    empty(s)
 
 
-def test_what_is_left_over_goes_to_those_who_can_use_it() -> None:
+def test_a_long_prompt_that_is_mostly_cached_is_a_short_one() -> None:
     s = scheduler()
-    for prompt in (made("a", 2), made("b", 1, first=50), made("c", 40, first=100)):
-        s.submit(prompt)
+    known = made("known", 32)
+    s.submit(known)
     s.admit(0.0)
-    assert sizes(s) == {"a": 2, "b": 1, "c": 13}
-    assert sizes(s) == {"c": 16}
+    book(s), book(s)
+    s.release(known, State.RELEASED)
+    middle, again = made("middle", 20, first=100), made("again", 35)
+    s.submit(middle)
+    s.submit(again)
+    assert (again.remaining, s.queued_tokens) == (3, 23)
+    assert s.admit(0.0) == [middle, again]
+    assert sizes(s) == {"middle": 8, "again": 3}  # filled up to 8, and 3 more by reserve
+    for prompt in (middle, again):
+        s.release(prompt, State.ABORTED)
+    empty(s)
+
+
+def test_a_step_that_would_take_too_long_is_halved() -> None:
+    s = scheduler(chunk_tokens=32, pages=200, step_s=1.0)
+    prompt = made("a", 300)
+    s.submit(prompt)
+    s.admit(0.0)
+    assert sizes(s) == {"a": 32}  # nothing is known yet
+    s.cost.observe([(0, 32)], 0.9)
+    assert sizes(s) == {"a": 32}
+    s.cost = StepCost()
+    s.cost.observe([(0, 32)], 1.9)
+    assert sizes(s) == {"a": 16}
+    s.cost = StepCost()
+    s.cost.observe([(0, 32)], 100.0)
+    assert sizes(s) == {"a": 8}  # as many as a step is filled up to, not fewer
+    s.release(prompt, State.ABORTED)
+    empty(s)
+
+
+def test_the_wait_of_a_prompt_is_for_those_that_are_not_longer() -> None:
+    s = scheduler()
+    assert s.wait_s(10) == 0.0
+    s.cost.observe([(0, 16)], 1.6)
+    for prompt in (made("a", 30), made("b", 3, first=50), made("c", 200, first=100)):
+        s.submit(prompt)
+    assert s.wait_s(2) == 0.0
+    assert s.wait_s(3) == pytest.approx(0.4)  # 3 tokens, and 1 for the one that waits longest
+    assert s.wait_s(1000) == pytest.approx(23.3)
+    for prompt in tuple(s.waiting):
+        s.release(prompt, State.ABORTED)
+    empty(s)
 
 
 def test_no_step_is_larger_than_allowed_and_every_prompt_ends() -> None:
@@ -97,7 +152,9 @@ def test_no_step_is_larger_than_allowed_and_every_prompt_ends() -> None:
     while step := sizes(s):
         assert sum(step.values()) <= 9
         steps += 1
-    assert steps == -(-sum(len(p.ids) for p in prompts) // 9)
+        for prompt in s.admit(0.0):
+            assert prompt in s.running
+    assert steps >= -(-sum(len(p.ids) for p in prompts) // 9)
     assert all(p.state is State.COMMITTED for p in prompts)
 
 
@@ -111,16 +168,59 @@ def test_a_full_queue_refuses() -> None:
     assert refused.state is State.REFUSED and len(s.waiting) == 1
 
 
-def test_prompts_wait_in_order_for_pages_and_for_a_place() -> None:
-    s = scheduler(pages=6, max_running=2)
-    first, large, small = made("first", 12), made("large", 20, first=50), made("small", 4, first=90)
-    for prompt in (first, large, small):
-        s.submit(prompt)
-    assert s.admit(0.0) == [first]  # large does not fit, and small does not overtake it
-    assert s.blocks.holdings().keys() == {"first"}  # nothing half taken
+def test_whoever_lacks_pages_is_passed_by_short_prompts_but_not_for_ever() -> None:
+    s = scheduler(pages=6, max_queue=20)
+    first = made("first", 12)
+    s.submit(first)
+    assert s.admit(0.0) == [first]
+    book(s)  # and waits for its acknowledgement
+    large = made("large", 20, first=50)  # five pages, three are free
+    s.submit(large)
+    passed = 0
+    for number in range(20):
+        small = made(f"small{number}", 8, first=100 * (number + 1))
+        s.submit(small)
+        if s.admit(0.0) == [small]:
+            passed += 8
+            s.release(small, State.ABORTED)
+        assert large.state is State.QUEUED and "large" not in s.blocks.holdings()  # nothing half taken
+    assert passed == 64  # the first that makes it more than three times 20; nobody after it
+    assert s.blocks.holdings().keys() == {"first"}
     s.release(first, State.ABORTED)
-    assert s.admit(0.0) == [large, small]
-    for prompt in (large, small):
+    assert s.admit(0.0)[0] is large
+    for prompt in (*s.running, *s.waiting):
+        s.release(prompt, State.ABORTED)
+    empty(s)
+
+
+def test_no_more_prompts_than_places_hold_pages() -> None:
+    s = scheduler(max_running=2)
+    prompts = [made(str(n), 4, first=10 * n) for n in range(3)]
+    for prompt in prompts:
+        s.submit(prompt)
+    assert s.admit(0.0) == prompts[:2]
+    s.release(prompts[0], State.ABORTED)
+    assert s.admit(0.0) == prompts[2:]
+    for prompt in prompts:
+        s.release(prompt, State.ABORTED)
+    empty(s)
+
+
+def test_two_that_lack_pages_beside_a_cached_prefix_are_each_looked_up_once() -> None:
+    s = scheduler(pages=6)
+    known = made("known", 8)
+    s.submit(known)
+    s.admit(0.0)
+    book(s)
+    s.release(known, State.RELEASED)
+    holder = made("holder", 12, first=50)
+    s.submit(holder)
+    assert s.admit(0.0) == [holder]
+    two = [made("a", 20), made("b", 21)]  # two cached pages and at least three more each, one is free
+    for prompt in two:
+        s.submit(prompt)
+    assert s.admit(0.0) == []
+    for prompt in (holder, *two):
         s.release(prompt, State.ABORTED)
     empty(s)
 
@@ -189,7 +289,9 @@ def test_overdue_looks_at_the_ticket_in_the_queue_and_at_the_lease_after_it() ->
     [
         ("max_queue", 0),
         ("max_running", 0),
-        ("chunk_tokens", 15),
+        ("chunk_tokens", 3),
+        ("batch_tokens", 3),
+        ("step_ms", 0.0),
         ("context_limit", -1),
         ("lease_s", 0.0),
         ("reap_s", float("nan")),
@@ -222,8 +324,9 @@ def test_the_head_of_the_queue_is_looked_up_again_only_when_pages_came_back(monk
     s = scheduler(pages=6)
     first, head = made("first", 12), made("head", 20, first=50)
     s.submit(first)
-    s.admit(0.0)
+    assert s.admit(0.0) == [first]
     s.submit(head)
+    book(s)  # first has nothing left to compute, so that head would have the next step
     lookups: list[int] = []
     match = BlockManager.match
 

@@ -46,3 +46,8 @@ def test_an_address_that_no_channel_can_be_made_to_is_refused(name: str, address
     with pytest.raises(InvalidRequest, match="host:port") as caught:
         record_from_proto(record_to_proto(replace(record(role=DECODE), **{name: (Endpoint(address),)})))  # type: ignore[arg-type]
     assert caught.value.field == name
+
+
+def test_memory_that_two_workers_share_is_named_by_no_address() -> None:
+    shared = record(transfer=(Endpoint("127.0.0.1:1003"), Endpoint("a-machine", "shm")))
+    assert record_from_proto(record_to_proto(shared)).transfer == shared.transfer

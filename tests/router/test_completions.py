@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,11 +14,17 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
+from pdserve.client.request import build
 from pdserve.errors import Internal
 from pdserve.registry.records import DECODE
 from pdserve.request import SamplingParams
 from pdserve.tokenizer import Tokenizer
+from pdserve.tokenizer.bundle import SAMPLING_NAMES
+from pdserve.v1 import gateway_pb2
+from router.intake import with_defaults
+from router.openai_schema import parse_completion
 from router.request import Ask, TokenPrompt
+from router.service import ask_from_proto
 from tests.router.peers import BadDecode, serving
 from tests.router.support import MODEL, VOCAB, House, bundle, house, ids_of
 
@@ -263,3 +270,21 @@ async def test_a_client_that_leaves_a_stream_of_several_prompts_stops_all_work(
                 break
     await asyncio.wait_for(made.router.orchestrator.idle(), 5)
     await made.assert_nothing_held()
+
+
+async def test_options_left_out_have_the_models_own_defaults(made: House) -> None:
+    stated = {"temperature": 0.5, "top_k": 7.0, "repetition_penalty": 1.25}
+    tokenizer = Tokenizer(dataclasses.replace(bundle(), sampling=stated))
+    for body, expected in (
+        ({}, SamplingParams(temperature=0.5, top_k=7, repetition_penalty=1.25, max_tokens=16)),
+        ({"temperature": 1, "top_k": -1}, SamplingParams(repetition_penalty=1.25, max_tokens=16)),
+    ):
+        (ask,) = parse_completion(json.dumps({"model": MODEL, "prompt": "a", **body}).encode()).asks()
+        assert with_defaults(ask, tokenizer) == expected
+        assert with_defaults(ask, None) == ask.sampling
+    asked = gateway_pb2.GenerateRequest(text="a", sampling={"top_k": 0})
+    assert with_defaults(ask_from_proto(asked, None), tokenizer) == SamplingParams(
+        temperature=0.5, repetition_penalty=1.25
+    )
+    sent, _ = build("a", {"temperature": 1.0})  # the client leaves open what its caller does
+    assert ask_from_proto(sent, None).unset == SAMPLING_NAMES - {"temperature"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -114,8 +115,17 @@ def test_reported_load_is_corrected_by_own_work(jobs: list[Job], queued: int, wa
 
 
 def test_own_work_on_a_decode_worker_runs() -> None:
-    load = corrected(Load(running=2, pages_held=8), [job(51.0)], renewed_at=50.0, role=DECODE)
+    stream = replace(job(51.0), prompt_tokens=0)
+    load = corrected(Load(running=2, pages_held=8), [stream], renewed_at=50.0, role=DECODE)
     assert (load.running, load.waiting, load.pages_held) == (3, 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "queued"), [([job(51.0)], 60), ([job(49.0)], 50), ([job(49.0, ended=51.0)], 40), ([], 50)]
+)
+def test_a_prompt_that_a_decode_worker_computes_is_no_stream(jobs: list[Job], queued: int) -> None:
+    load = corrected(Load(running=2, queued_prefill_tokens=50), jobs, renewed_at=50.0, role=DECODE)
+    assert (load.running, load.queued_prefill_tokens) == (2, queued)
 
 
 async def test_corrections_are_dropped_once_reported(registry: MemoryRegistry, pool: Pool, clock: Clock) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import FieldDifference, InvalidRequest
-from pdserve.request import SamplingParams
+from pdserve.request import Grammar, SamplingParams
 from pdserve.rpc import convert
 from pdserve.rpc.events import (
     Accepted,
@@ -40,11 +40,14 @@ FULL = SamplingParams(
     min_tokens=2,
     ignore_eos=True,
     logprobs=0,
+    grammar=Grammar("regex", "a+"),
+    skip_special_tokens=False,
 )
 PAGE_SIZE = FieldDifference("PAGE_SIZE", "8", "16")
 ATTEMPT = AttemptRecord(
-    "p", "d", 3, 4, 5.5, 6.5, "LOST", "e", 7, 8, 9.5, 10.5, 11.5, 12.5, 13, 14, 2**41, 15, 16.5, 17.5, 18.5, 19.5
-)
+    "p", "d", 3, 4, 5.5, 6.5, "LOST", "e", 7, 8, 9.5, 10.5, 11.5, 12.5, 13, 14, 2**41, 15, 16.5, 17.5, 18.5, 19.5,
+    "handoff", "cheaper", 20.5, 21.5, 22.5,
+)  # fmt: skip
 RECORD = HandoffRecord(
     "id", "p", "d", 2, 10, 8, 6, 2**40, 12, 1.5, 2.5, 3.5, 4.5, 5.5, (PAGE_SIZE,), ("n",), 9, "stop",
     6.5, 7.5, 8.5, 9.5, 10.5, (GroupPair(("p",), ("d", "e"), 1, 2, (PAGE_SIZE,)),), (GroupPair((), (), 3, 4),),
@@ -63,7 +66,9 @@ def test_the_samples_here_leave_no_field_at_its_default() -> None:
         assert [f.name for f in fields(sample) if getattr(sample, f.name) == getattr(default, f.name)] == []
 
 
-@pytest.mark.parametrize("params", [FULL, SamplingParams(), SamplingParams(temperature=0.0, top_k=0, seed=0)])
+@pytest.mark.parametrize(
+    "params", [FULL, SamplingParams(), SamplingParams(temperature=0.0, seed=0, grammar=Grammar("json_schema", "{}"))]
+)
 def test_sampling_round_trips(params: SamplingParams) -> None:
     assert convert.sampling_from_proto(over_the_wire(convert.sampling_to_proto(params))) == params
 
@@ -147,4 +152,7 @@ def test_record_and_accepted_round_trip() -> None:
     ],
 )
 def test_dataclasses_and_messages_have_the_same_fields(message: Any, value: Any) -> None:
-    assert {f.name for f in message.DESCRIPTOR.fields} == {f.name for f in fields(value)}
+    choices = {f.name: f.containing_oneof for f in message.DESCRIPTOR.fields}
+    # Of a real choice between fields, not the one that protobuf makes of each optional one.
+    names = {name if of is None or len(of.fields) == 1 else of.name for name, of in choices.items()}
+    assert names == {f.name for f in fields(value)}

@@ -35,6 +35,7 @@ def test_digest_is_over_every_field() -> None:
         "add_bos": True,
         "special_tokens": {"bos_token": "<S>"},
         "vocab_size": 11,
+        "sampling": {"top_p": 0.5},
     }
     assert set(others) == {field.name for field in dataclasses.fields(Bundle)}
     digests = {dataclasses.replace(base, **{name: value}).digest() for name, value in others.items()}  # type: ignore[arg-type]
@@ -56,7 +57,10 @@ GOOD: dict[str, Any] = msgpack.unpackb(Bundle("{}", "", 1, (2,), True, {"bos_tok
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"version": 2}, "version"),
+        ({"version": 1}, "version"),
+        ({"sampling": [["temperature", 1]]}, "sampling"),
+        ({"sampling": [["seed", 1.0]]}, "sampling"),
+        ({"sampling": [["top_p", float("nan")]]}, "sampling"),
         ({"extra": 1}, "extra"),
         ({"tokenizer_json": b"{}"}, "tokenizer_json"),
         ({"chat_template": "x" * (1024 * 1024 + 1)}, "chat_template"),

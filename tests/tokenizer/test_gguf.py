@@ -158,7 +158,7 @@ def test_user_defined_tokens_are_whole_and_shown(tmp_path: Path) -> None:
     ("change", "field"),
     [
         ({"pre": "tekken"}, "tokenizer.ggml.pre"),
-        ({"model": "llama"}, "tokenizer.ggml.model"),
+        ({"model": "bert"}, "tokenizer.ggml.model"),
         ({"bos_token_id": 10_000}, "tokenizer.ggml.bos_token_id"),
     ],
 )

@@ -105,10 +105,10 @@ def peer_logits(model: Any, ids: Sequence[int]) -> Tensor:
     return logits
 
 
-def new_engine(model: LoadedModel, pages: int = 32, page_size: int = PAGE) -> Engine:
+def new_engine(model: LoadedModel, pages: int = 32, page_size: int = PAGE, kernels: str = "auto") -> Engine:
     """An engine of its own: it may rearrange the tensors, so it gets its own mapping."""
     own = dataclasses.replace(model, tensors=dict(model.tensors))
-    return Engine(own, EngineConfig(dtype=model.dtype, pages=pages, page_size=page_size))
+    return Engine(own, EngineConfig(dtype=model.dtype, pages=pages, page_size=page_size, kernels=kernels))
 
 
 def engine_logits(

@@ -37,9 +37,10 @@ def test_logits_equal_the_peers(name: str, checkpoints: Mapping[str, tuple[Any, 
     expected = peers.peer_logits(model, ids)
     assert float(expected.std()) > 0.1, "flat logits would hide a difference"
     loaded = load_model(path, "fp32")
-    for cuts in CUTS.values():
-        got = peers.engine_logits(peers.new_engine(loaded), ids, cuts)
-        torch.testing.assert_close(got, expected, rtol=0, atol=peers.TOLERANCE)
+    for kernels in ("plain", "auto" if loaded.spec.out_width else "native"):
+        for cuts in CUTS.values():
+            got = peers.engine_logits(peers.new_engine(loaded, kernels=kernels), ids, cuts)
+            torch.testing.assert_close(got, expected, rtol=0, atol=peers.TOLERANCE)
 
 
 def test_logits_equal_the_peers_from_shards(tmp_path: Path) -> None:

@@ -132,8 +132,8 @@ def shift_rotations(engine: Engine) -> None:
     (Shifting all of them alike changes nothing: rotary attention sees differences only.)
     """
     assert engine.rotary is not None
-    engine.rotary.cos = engine.rotary.cos.roll(-1, 0)
-    engine.rotary.sin = engine.rotary.sin.roll(-1, 0)
+    engine.rotary.cos.copy_(engine.rotary.cos.roll(-1, 0))  # in place: the kernels hold its address
+    engine.rotary.sin.copy_(engine.rotary.sin.roll(-1, 0))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3-scaled", "mistral", "qwen2", "qwen3"])

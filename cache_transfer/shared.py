@@ -1,0 +1,183 @@
+"""Payloads through memory of the sender, where the receiver runs on the same machine.
+
+Only payloads take this way. Headers, digests, logits, commit and every answer stay on the stream,
+and the receiver alone writes pages. The memory is a ring of slots:
+
+    free --filled and hashed--> announced (SharedFrames) --copied, verified, written--> free (Release)
+
+The sender makes it (an anonymous file, sealed so that it can never shrink, gone with its last
+descriptor whoever dies) and offers it in `open`; the receiver looks at it and says in the grant
+whether it will use it. The receiver copies a payload out with a read call, and looks at nothing
+but its copy from then on: the sender can change the slot at any time, but neither what was
+verified nor, since nothing is mapped, the receiver's address space.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import stat
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from cache_transfer.contract import Endpoint
+from cache_transfer.digests import DIGEST_BYTES, frame_digest, memory_proof, same
+from cache_transfer.messages import PackedFrame, SharedFrame, SharedMemory
+from cache_transfer.transport import Fill
+from pdserve.errors import Internal, InvalidRequest
+
+log = logging.getLogger(__name__)
+
+TRANSPORT = "shm"
+
+_PAGE = mmap.PAGESIZE
+_RING_BYTES = 8 << 20  # more would leave the processors' caches
+_MAX_SLOTS = 64
+
+
+@cache
+def boot_id() -> str:
+    """Names this machine until it restarts; empty where it has no such name, or no anonymous files."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() if hasattr(os, "memfd_create") else ""
+    except OSError:
+        return ""
+
+
+def endpoints_of(address: str, shared_memory: str) -> tuple[Endpoint, ...]:
+    """What a ticket names for a Transfer listener at `address`.
+
+    Args:
+        shared_memory: `auto`, or `off`: no sender will offer any.
+    """
+    shared = (Endpoint(boot_id(), TRANSPORT),) if shared_memory == "auto" and boot_id() else ()
+    return (Endpoint(address), *shared)
+
+
+def on_this_machine(endpoints: Iterable[Endpoint]) -> bool:
+    """Whether a receiver with these endpoints could read this process's memory."""
+    return any(each.transport == TRANSPORT and each.address == boot_id() for each in endpoints)
+
+
+class Ring:
+    """The sender's memory for one handoff. `close` it when nothing fills it any more.
+
+    Frame n of its stream has slot n modulo `slots`, so it may be packed once frame n - `slots` was released.
+    """
+
+    def __init__(self, secret: bytes, largest_payload: int) -> None:
+        """`secret` is the ticket's. Raises OSError where the system gives no memory."""
+        self._slot_bytes = -(-largest_payload // _PAGE) * _PAGE
+        self.slots = max(2, min(_MAX_SLOTS, _RING_BYTES // self._slot_bytes))
+        size = _PAGE + self.slots * self._slot_bytes
+        self._fd = os.memfd_create("pdserve-handoff", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, size)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._memory: memoryview | None = memoryview(mmap.mmap(self._fd, size))
+        except OSError:
+            os.close(self._fd)
+            raise
+        self._memory[:DIGEST_BYTES] = memory_proof(secret, size)
+        self._packed = 0
+        self.offer = SharedMemory(os.getpid(), self._fd, size)
+
+    def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
+        """The next frame, as `Transport.pack`, with its payload in the next slot."""
+        if self._memory is None or payload_bytes > self._slot_bytes:
+            raise Internal(f"no slot for a frame of {payload_bytes} bytes")
+        offset = _PAGE + self._packed % self.slots * self._slot_bytes
+        self._packed += 1
+        payload = self._memory[offset : offset + payload_bytes]
+        fill(payload)
+        digest = frame_digest(secret, header, payload)
+        return PackedFrame(SharedFrame(header, offset, payload_bytes, digest), payload_bytes, digest)
+
+    def close(self) -> None:
+        """The memory goes when the receiver has closed it, too. Idempotent."""
+        if self._memory is not None:
+            self._memory = None  # unmapped with its last view
+            os.close(self._fd)
+
+
+class Shared:
+    """A sender's memory, as its receiver reads it. Threads may read; `close` when none does any more."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory: mmap.mmap | None = memory
+        self._size = len(memory)
+
+    @classmethod
+    def open(cls, offer: SharedMemory, secret: bytes) -> Shared:
+        """Raises OSError for what cannot be opened, ValueError for what is not the memory of this ticket's sender.
+
+        Opening by its path alone could wait for ever or have effects (a pipe, a device), so the
+        file is looked at first, and read only if it is an anonymous one of the same user.
+        """
+        path = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_PATH | os.O_CLOEXEC)
+        try:
+            found = os.fstat(path)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise ValueError("it is not a file of this user")
+            fd = os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        finally:
+            os.close(path)
+        try:
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("it is not sealed against shrinking")
+            if not DIGEST_BYTES <= os.fstat(fd).st_size == offer.size:
+                raise ValueError(f"it has not the {offer.size} bytes that were offered")
+            memory = mmap.mmap(fd, offer.size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        if not same(memory[:DIGEST_BYTES], memory_proof(secret, offer.size)):
+            memory.close()
+            raise ValueError("its maker does not hold the ticket's secret")
+        return cls(memory)
+
+    def check(self, frame: SharedFrame) -> None:
+        """Raises InvalidRequest (SHARED_RANGE) unless the payload lies inside the memory."""
+        if not 0 <= frame.offset <= frame.offset + frame.size <= self._size:
+            raise InvalidRequest(
+                f"{frame.size} bytes at {frame.offset} are not inside the {self._size} that were offered",
+                reason="SHARED_RANGE",
+                field="shared.offset",
+            )
+
+    def read(self, frame: SharedFrame, into: memoryview) -> memoryview:
+        """Copies a checked payload to the start of `into`, which is as large or larger; the part that it fills."""
+        if self._memory is None:
+            raise Internal("shared memory was read after its end")
+        payload = into[: frame.size]
+        with memoryview(self._memory) as memory:
+            payload[:] = memory[frame.offset : frame.offset + frame.size]
+        return payload
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+def open_offered(offer: SharedMemory | None, secret: bytes) -> Shared | None:
+    """The memory that a sender offers; None: payloads come in frames, as they would from another machine."""
+    if offer is None:
+        return None
+    try:
+        return Shared.open(offer, secret)
+    except (OSError, ValueError) as error:
+        log.warning("shared memory of process %d is not used: %s; payloads come over gRPC", offer.pid, error)
+        return None
+
+
+def make_ring(secret: bytes, largest_payload: int) -> Ring | None:
+    """A ring to offer; None where the system gives none, and payloads go in frames."""
+    try:
+        return Ring(secret, largest_payload)
+    except OSError as error:
+        log.warning("no shared memory for a handoff: %s; payloads go over gRPC", error)
+        return None

@@ -1,0 +1,101 @@
+"""Prompts that this worker computes itself: how many tokens of which in the next step. No torch, no clock.
+
+Among prompts the order is that of the prefill workers (pdserve/engine/order.py): shortest remaining first, with a
+quarter of each step for those who wait longest. How many tokens they get together depends on who else computes:
+beside streams as many as let the step end within `step_s`, by what steps have cost so far; without any, all that
+`chunk_tokens` allows. A step always has LEAST_TOKENS for prompts, or they would wait for streams without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from pdserve.engine.order import RESERVE, Turns, Waiter, share_out
+from pdserve.engine.rate import Span, StepCost
+
+LEAST_TOKENS = 16
+_BATCH_TOKENS = 64  # up to which a step of short prompts is filled with parts of others
+
+
+class Prompt(Waiter, Protocol):
+    @property
+    def cached(self) -> int: ...
+
+
+P = TypeVar("P", bound=Prompt)
+
+
+@dataclass
+class Prompts:
+    """See the module's docstring. Owned by the scheduler.
+
+    Args:
+        chunk_tokens: tokens of one step at most, over all prompts.
+        step_s: seconds that a step with streams in it should take at most; 0: no such limit.
+    """
+
+    chunk_tokens: int
+    step_s: float
+    cost: StepCost = field(default_factory=StepCost)
+    """What steps take here; whoever runs them tells it."""
+    turns: Turns = field(default_factory=Turns)
+    computed: int = 0  # tokens of prompts so far
+
+    def share(self, prompts: Sequence[P], beside: Sequence[Span], streams: bool) -> list[tuple[P, int]]:
+        """The next chunk of each prompt that gets one; takes their turns.
+
+        Args:
+            prompts: whoever can compute, oldest first.
+            beside: what else is in the step.
+            streams: some of that is a token that a reader waits for.
+        """
+        if not prompts:
+            return []
+        self.turns.keep(prompt.tenant for prompt in prompts)
+        limit = self.limit(prompts, beside) if streams else self.chunk_tokens
+        shares = share_out(prompts, self.turns, limit, min(_BATCH_TOKENS, limit))
+        self.turns.took((prompts[index].tenant, tokens) for index, tokens in shares.reserved.items())
+        return [(prompts[index], shares.of(index)) for index in shares.chosen]
+
+    def limit(self, prompts: Sequence[Prompt], beside: Iterable[Span]) -> int:
+        """Tokens of a step beside streams: the most that are expected to end within `step_s`."""
+        if not self.step_s:
+            return self.chunk_tokens
+        least = min(LEAST_TOKENS, self.chunk_tokens)
+        if not self.cost.known:
+            return least
+        left_s = self.step_s - self.cost.predict(beside)
+        # The shortest one computes most of the step; its place in the prompt tells what a token costs.
+        start = min(prompts, key=lambda p: p.remaining).cached if prompts else 0
+        low, high = least, self.chunk_tokens
+        while low < high:
+            tokens = (low + high + 1) // 2
+            if self.cost.predict([(start, tokens)]) - self.cost.fixed_s <= left_s:
+                low = tokens
+            else:
+                high = tokens - 1
+        return low
+
+    # -- what others are told ------------------------------------------------------------------
+
+    def tokens_per_s(self) -> float:
+        """Rate of a prompt that has the worker to itself; 0 while none was computed here."""
+        return self.cost.tokens_per_s(self.chunk_tokens) if self.computed else 0.0
+
+    def shared_tokens_per_s(self, beside: Sequence[Span]) -> float:
+        """Rate of a prompt beside streams that take these parts in each step; 0 while none was computed here."""
+        if not beside or not self.computed:
+            return self.tokens_per_s()
+        tokens = self.limit((), beside)
+        seconds = self.cost.predict([*beside, (0, tokens)])
+        return tokens / seconds if seconds > 0 else 0.0
+
+    def wait_s(self, prompts: Iterable[Prompt], beside: Sequence[Span]) -> float:
+        """Seconds before a prompt of `chunk_tokens` would begin that came now; 0 while none was computed here."""
+        rate = self.shared_tokens_per_s(beside)
+        tokens = [prompt.remaining for prompt in prompts]
+        ahead = sum(count for count in tokens if count <= self.chunk_tokens)
+        # Those who wait longest compute besides, as long as there are any.
+        return min(ahead * RESERVE // (RESERVE - 1), sum(tokens)) / rate if rate else 0.0

@@ -1,0 +1,305 @@
+// One decoder layer in three calls, and the logits: what pdserve/engine/model.py says in torch.
+//
+//     attention_inputs    norm, q k v, q/k norm, rotation, k and v into the cache pages
+//     attention           over the pages (attention.h)
+//     attention_output    output projection, residual, norm, MLP, residual
+//
+// A product's result never goes to memory as a whole: a task computes a tile and at once does what follows (rotation,
+// activation, residual). Every sum is in fp32; what lies between two calls is in the activations' type.
+// Built by build.py, called through library.py. Compiled once for every batch size and length.
+
+#include <type_traits>
+
+#include "attention.h"
+
+template <class X>
+static X* shared(const Step& s, long offset) { return (X*)(s.scratch + offset); }
+
+// ---- norms -----------------------------------------------------------------------------------------
+
+// out = norm(x), both [width]; out may be x.
+template <class X, class Y>
+static void norm_row(const Norm& norm, const X* x, int width, Y* out) {
+    f32x16 total = {};
+    float mean = 0;
+    if (norm.kind == 2) {
+        by_lanes(width, [&](int i, int n) { total += load(x + i, n); });
+        mean = sum(total) / width;
+        total = f32x16{};
+    }
+    by_lanes(width, [&](int i, int n) {
+        f32x16 v = load(x + i, n) - mean;
+        if (n < LANES) for (int lane = n; lane < LANES; lane++) v[lane] = 0;
+        total += v * v;
+    });
+    float factor = norm.kind == 0 ? 1.0f : 1.0f / std::sqrt(sum(total) / width + norm.eps);
+    by_lanes(width, [&](int i, int n) {
+        f32x16 v = (load(x + i, n) - mean) * factor;
+        if (norm.scale) v *= load(norm.scale + i, n);
+        if (norm.shift) v += load(norm.shift + i, n);
+        store(out + i, v, n);
+    });
+}
+
+template <class X, class Y>
+static void norm_rows(const Step& s, const Norm& norm, const X* x, int rows, int width, Y* out) {
+    constexpr int EACH = 16;
+    share(s.threads, (rows + EACH - 1) / EACH, [&](int, int task, int) {
+        for (int row = task * EACH; row < std::min(rows, (task + 1) * EACH); row++)
+            norm_row(norm, x + long(row) * width, width, out + long(row) * width);
+    });
+}
+
+// ---- products --------------------------------------------------------------------------------------
+
+// A finished tile: rows [first_row, first_row + rows) by outputs [first, first + outputs); row r begins at at + r * ld.
+// Of a gated product the second half of the outputs lies at `gap` floats after the first.
+struct Tile {
+    float* at;
+    long ld, gap;
+    int first_row, rows, first, outputs;
+};
+
+template <class X, class W>
+static void tile_product(const Matrix& w, const X* x, int rows, int first, int outputs, float* out, long ld, Ahead after, Cutter cut) {
+    const W* weight = (const W*)w.weight + long(first) * w.inputs;
+    if (rows <= FEW<W>) few_rows(x, rows, w.inputs, weight, outputs, out, ld, after, cut.take<X>(long(STRIP) * w.inputs));
+    else many_rows(x, rows, w.inputs, weight, outputs, out, ld, after, cut.take<float>(panel_floats<X>(DEPTH)));
+    if (w.scale == nullptr && w.bias == nullptr) return;
+    for (int row = 0; row < rows; row++)
+        by_lanes(outputs, [&](int i, int n) {
+            f32x16 v = load(out + row * ld + i, n);
+            if (w.scale) v *= load(w.scale + first + i, n);
+            if (w.bias) v += load(w.bias + first + i, n);
+            store(out + row * ld + i, v, n);
+        });
+}
+
+// finish(tile) for every tile of x [rows, inputs] w^T. Tasks are `block` outputs wide; a gated product's task has the
+// same outputs of both halves.
+template <class X, class W, class Finish>
+static void product(const Model& m, const Step& s, const Matrix& w, const X* x, int rows, int block, bool gated, Finish finish) {
+    const int outputs = gated ? w.outputs / 2 : w.outputs, blocks = (outputs + block - 1) / block;
+    int splits = (rows + TASK_ROWS - 1) / TASK_ROWS;
+    while (blocks * splits < 8 * s.threads && rows / splits >= 96) splits *= 2;
+    const int each = int(rounded((rows + splits - 1) / splits, 6));
+    splits = (rows + each - 1) / each;
+    const int few = each <= FEW<W>;
+    const long per_thread = Scratch(m, s.threads, 0).per_thread;
+    auto weights_at = [&](int first) {  // what a task reads first: a strip, or a whole panel as far as it fits the cache
+        const char* at = (const char*)((const W*)w.weight + long(first) * w.inputs);
+        long bytes = long(few ? STRIP : std::min(block, PANEL)) * w.inputs * sizeof(W);
+        return Ahead{at, at + std::min(bytes, 256L << 10)};
+    };
+    const long wide = rounded(block, PANEL);
+    share(s.threads, blocks * splits, [&](int thread, int task, int next) {
+        int first = task / splits * block, first_row = task % splits * each;
+        Cutter cut{s.scratch + thread * per_thread};
+        float* tile = cut.take<float>(TASK_ROWS * tile_columns(m));
+        Tile t{tile, gated ? 2 * wide : wide, wide, first_row, std::min(each, rows - first_row), first, std::min(block, outputs - first)};
+        const X* part = x + long(first_row) * w.inputs;
+        bool moves = next >= 0 && next / splits * block != first;
+        Ahead after = moves ? weights_at(next / splits * block) : Ahead{};
+        tile_product<X, W>(w, part, t.rows, first, t.outputs, tile, t.ld, gated ? weights_at(outputs + first) : after, cut);
+        if (gated) tile_product<X, W>(w, part, t.rows, outputs + first, t.outputs, tile + wide, t.ld, after, cut);
+        finish(t);
+    });
+}
+
+// Outputs of a task: at most a panel where panels are made, and so many that the threads come out even.
+template <class W>
+static int block_for(int rows, int outputs, int threads) {
+    const int most = rows <= FEW<W> ? 2 * STRIP : PANEL;
+    int best = most, least = INT32_MAX;
+    for (int block = most; block >= 2 * STRIP; block -= STRIP) {
+        int blocks = (outputs + block - 1) / block, cost = (blocks + threads - 1) / threads * block;
+        if (cost < least) best = block, least = cost;
+    }
+    return best;
+}
+
+// ---- the parts of a layer --------------------------------------------------------------------------
+
+// Rotates the first `dims` of a head, pairs (i, i + dims / 2), by a row of the tables.
+template <class X>
+static void rotate(float* head, const X* cos, const X* sin, int dims) {
+    const int half = dims / 2;
+    by_lanes(half, [&](int i, int n) {
+        f32x16 a = load(head + i, n), b = load(head + half + i, n);
+        store(head + i, a * load(cos + i, n) + b * load(sin + i, n), n);
+        store(head + half + i, b * load(cos + half + i, n) + a * load(sin + half + i, n), n);
+    });
+}
+
+template <class X, class KV>
+static void keep_row(const float* head, int d, X* out, KV* page) {
+    by_lanes(d, [&](int i, int n) {
+        store(out + i, load(head + i, n), n);
+        store(page + i, load(out + i, n), n);  // the page holds the activations' precision, or less
+    });
+}
+
+// x [rows, width] -> q [rows, heads, d], k and v [rows, kv_heads, d], k and v into their slots.
+template <class X, class W, class KV>
+static void attention_inputs(const Model& m, const Layer& l, Step& s, const X* x, X* q, X* k, X* v) {
+    const int d = m.head_dim, rows = s.rows, rotated = m.heads + m.kv_heads;
+    const X* hidden = x;
+    if (!m.post_norm) {
+        X* normed = shared<X>(s, Scratch(m, s.threads, rows).hidden);
+        norm_rows(s, l.attn_norm, x, rows, m.width, normed);
+        hidden = normed;
+    }
+    std::atomic<long> kept{0};
+    const X *cos = (const X*)m.cos, *sin = (const X*)m.sin;
+    const int heads_each = std::max(1, PANEL / d);
+    product<X, W>(m, s, l.qkv, hidden, rows, heads_each * d, false, [&](const Tile& t) {
+        long mine = 0;
+        for (int r = 0; r < t.rows; r++)
+            for (int column = 0; column < t.outputs; column += d) {
+                const long row = t.first_row + r, head = (t.first + column) / d;
+                float* values = t.at + r * t.ld + column;
+                const Norm& norm = head < m.heads ? l.q_norm : l.k_norm;
+                if (head < rotated && norm.kind) norm_row(norm, values, d, values);
+                if (head < rotated && m.rotary_dims) {
+                    long at = s.positions[row] * m.rotary_dims;
+                    rotate(values, cos + at, sin + at, m.rotary_dims);
+                }
+                if (head < m.heads) {
+                    by_lanes(d, [&](int i, int n) { store(q + (row * m.heads + head) * d + i, load(values + i, n), n); });
+                    continue;
+                }
+                bool is_key = head < rotated;
+                long kv_head = head - (is_key ? m.heads : rotated);
+                KV* page = (KV*)(is_key ? l.k_pages : l.v_pages) + kv_head * m.head_stride + s.slots[row] * m.slot_stride;
+                keep_row(values, d, (is_key ? k : v) + (row * m.kv_heads + kv_head) * d, page);
+                mine++;
+            }
+        kept += mine;
+    });
+    s.stored = int32_t(kept / (2 * m.kv_heads));
+}
+
+static f32x16 activated(int kind, f32x16 x) {
+    switch (kind) {
+        case 0: return x / (1.0f + exp(-x));
+        case 1: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
+        case 2: return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+        default: return max(x, f32x16{});
+    }
+}
+
+// x [rows, width], o [rows, heads * d] -> out [rows, width].
+template <class X, class W>
+static void attention_output(const Model& m, const Layer& l, const Step& s, const X* x, const X* o, X* out) {
+    const int width = m.width, rows = s.rows;
+    const int narrow = block_for<W>(rows, width, s.threads), block = block_for<W>(rows, m.ffn, s.threads);
+    const Scratch room(m, s.threads, rows);
+    X *hidden = shared<X>(s, room.hidden), *active = shared<X>(s, room.activated);
+    float* y = shared<float>(s, room.residual);
+    product<X, W>(m, s, l.o, o, rows, narrow, false, [&](const Tile& t) {
+        for (int r = 0; r < t.rows; r++)
+            by_lanes(t.outputs, [&](int i, int n) {
+                long at = long(t.first_row + r) * width + t.first + i;
+                store(y + at, load(t.at + r * t.ld + i, n) + load(x + at, n), n);
+            });
+    });
+    if (m.post_norm) norm_rows(s, l.attn_norm, y, rows, width, y);
+    norm_rows(s, m.post_norm ? Norm{} : l.mlp_norm, y, rows, width, hidden);
+    product<X, W>(m, s, l.up, hidden, rows, block, m.gated, [&](const Tile& t) {
+        for (int r = 0; r < t.rows; r++)
+            by_lanes(t.outputs, [&](int i, int n) {
+                const float* at = t.at + r * t.ld + i;
+                f32x16 h = activated(m.activation, load(at, n));
+                if (m.gated) h *= load(at + t.gap, n);
+                store(active + long(t.first_row + r) * m.ffn + t.first + i, h, n);
+            });
+    });
+    product<X, W>(m, s, l.down, active, rows, narrow, false, [&](const Tile& t) {
+        for (int r = 0; r < t.rows; r++)
+            by_lanes(t.outputs, [&](int i, int n) {
+                long at = long(t.first_row + r) * width + t.first + i;
+                f32x16 sum = load(t.at + r * t.ld + i, n) + load(y + at, n);
+                if (m.post_norm) store(y + at, sum, n);
+                else store(out + at, sum, n);
+            });
+    });
+    if (m.post_norm) norm_rows(s, l.mlp_norm, y, rows, width, out);
+}
+
+// x [rows, inputs] -> out [rows, outputs] in fp32, normed before if the norm is one.
+template <class X, class W>
+static void logits(const Model& m, const Step& s, const Norm& norm, const Matrix& head, const X* x, float* out) {
+    X* hidden = shared<X>(s, Scratch(m, s.threads, s.rows).hidden);
+    if (norm.kind) norm_rows(s, norm, x, s.rows, head.inputs, hidden);
+    product<X, W>(m, s, head, norm.kind ? hidden : x, s.rows, PANEL, false, [&](const Tile& t) {
+        for (int r = 0; r < t.rows; r++)
+            std::memcpy(out + long(t.first_row + r) * head.outputs + t.first, t.at + r * t.ld, t.outputs * sizeof(float));
+    });
+}
+
+// ---- what Python calls -----------------------------------------------------------------------------
+
+// f(x, w, kv) with a null pointer of each type that this model and cache have.
+template <class F>
+static void with_types(const Model& m, F f) {
+    auto with_kv = [&](auto* x, auto* w) {
+        if (m.kv_bf16) f(x, w, (bf16*)nullptr);
+        else f(x, w, (float*)nullptr);
+    };
+    auto with_w = [&](auto* x) {
+        if (m.w_int8) with_kv(x, (int8_t*)nullptr);
+        else with_kv(x, x);
+    };
+    if (m.x_bf16) with_w((bf16*)nullptr);
+    else with_w((float*)nullptr);
+}
+
+#define TYPE(pointer) std::remove_pointer_t<decltype(pointer)>
+
+extern "C" {
+
+int32_t pdserve_abi() { return 1; }
+
+// The instructions the library was built with: 2 bf16 products, 1 AVX-512, 0 portable.
+int32_t pdserve_level() {
+#if defined(PDSERVE_BF16_DOT)
+    return 2;
+#elif defined(PDSERVE_AVX512)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+int64_t pdserve_scratch_bytes(const Model* m, int64_t rows, int64_t ones, int64_t longest, int32_t threads) {
+    return Scratch(*m, threads, rows, ones, longest).bytes;
+}
+
+void pdserve_attention_inputs(const Model* m, const Layer* l, Step* s, const void* x, void* q, void* k, void* v) {
+    with_types(*m, [&](auto* xt, auto* wt, auto* kt) {
+        using X = TYPE(xt);
+        attention_inputs<X, TYPE(wt), TYPE(kt)>(*m, *l, *s, (const X*)x, (X*)q, (X*)k, (X*)v);
+    });
+}
+
+void pdserve_attention(const Model* m, const Layer* l, const Step* s, const void* q, void* out) {
+    with_types(*m, [&](auto* xt, auto*, auto* kt) {
+        using X = TYPE(xt);
+        attend<X, TYPE(kt)>(*m, *l, *s, (const X*)q, (X*)out);
+    });
+}
+
+void pdserve_attention_output(const Model* m, const Layer* l, const Step* s, const void* x, const void* o, void* out) {
+    with_types(*m, [&](auto* xt, auto* wt, auto*) {
+        using X = TYPE(xt);
+        attention_output<X, TYPE(wt)>(*m, *l, *s, (const X*)x, (const X*)o, (X*)out);
+    });
+}
+
+void pdserve_logits(const Model* m, const Step* s, const Norm* norm, const Matrix* head, const void* x, float* out) {
+    with_types(*m, [&](auto* xt, auto* wt, auto*) {
+        using X = TYPE(xt);
+        logits<X, TYPE(wt)>(*m, *s, *norm, *head, (const X*)x, out);
+    });
+}
+}

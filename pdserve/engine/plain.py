@@ -1,0 +1,170 @@
+"""One step in plain torch: what every other path is compared with, and what runs where there is none.
+
+A step's parts, in the order in which the engine calls them for each layer: `inputs` (norm, q, k and v, and k and v into
+the cache), `attend`, `output`; at the end `logits`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pdserve.engine import attention, deterministic
+from pdserve.engine.batch import Batch, Group
+from pdserve.engine.cache import PagedCache
+from pdserve.engine.dtypes import wide
+from pdserve.engine.model import Decoder
+from pdserve.engine.positions import RotaryTable
+
+
+class StepWork(Protocol):
+    """The parts of one step. All tensors are in the model's dtype; rows are the step's T tokens, in batch order."""
+
+    def inputs(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, width] -> q [T, Hq, d], k and v [T, Hkv, d]; k and v are in the cache's pages afterwards."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, read: Reads) -> Tensor:
+        """q [T, Hq, d] against the cached keys of each row's own sequence -> [T, Hq, d]."""
+        ...
+
+    def output(self, layer: int, x: Tensor, o: Tensor) -> Tensor:
+        """The layer's input x [T, width] and what attention gave, o [T, Hq, d] -> the layer's output [T, width]."""
+        ...
+
+
+class PlainPath:
+    """Makes the steps of one engine in torch. In deterministic mode row-wise functions run in fixed tiles."""
+
+    def __init__(self, decoder: Decoder, cache: PagedCache, rotary: RotaryTable | None) -> None:
+        self.decoder, self.cache, self.rotary = decoder, cache, rotary
+        self.deterministic = decoder.tiled
+
+    def begin(self, batch: Batch, keep: bool) -> StepWork:
+        """keep: no tensor that a part returns is ever written over."""
+        return _PlainStep(self, batch, *self.rotation(batch.positions))
+
+    def embed(self, batch: Batch) -> Tensor:
+        """The residual stream before the first layer, [T, width]."""
+        return self.rows(lambda ids, at: (self.decoder.embed(ids, at),), batch.ids, batch.positions)[0]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [R, width] -> raw scores [R, vocab_size]."""
+        return self.rows(lambda rows: (self.decoder.logits(rows),), x)[0]
+
+    def rows(self, function: deterministic.RowFunction, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Applies a row-wise function: at once, or in fixed tiles in deterministic mode."""
+        return deterministic.in_tiles(function, *rows) if self.deterministic else function(*rows)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> cos, sin [T, 1, dims]; dims 0: no rotation."""
+        if self.rotary is not None:
+            return self.rotary.rows(positions)
+        embedding = self.decoder.embedding
+        none = torch.empty(positions.shape[0], 1, 0, dtype=embedding.dtype, device=embedding.device)
+        return none, none
+
+    def check_deterministic(self) -> None:
+        """Proves row independence on the first layer and the head: later layers have the same shapes.
+
+        Raises Internal if it does not hold on this build of torch.
+        """
+        spec, decoder, weights = self.decoder.spec, self.decoder, self.decoder.embedding
+        generator = torch.Generator().manual_seed(1)
+
+        def sample(*shape: int) -> Tensor:
+            values = torch.randn(deterministic.ROWS, *shape, generator=generator, dtype=wide(weights.dtype))
+            return values.to(weights.dtype).to(weights.device)
+
+        with torch.inference_mode():
+            places = torch.arange(deterministic.ROWS, device=weights.device)
+            cos, sin = self.rotation(places % self.cache.capacity)
+            x, o = sample(spec.width), sample(spec.heads, spec.head_dim)
+            deterministic.check_rows("attention inputs", lambda *r: decoder.attention_inputs(0, *r), x, cos, sin)
+            deterministic.check_rows("attention output", lambda *r: (decoder.attention_output(0, *r),), x, o)
+            deterministic.check_rows("logits", lambda r: (decoder.logits(r),), x)
+            keys = torch.randn(2, spec.kv_heads, 100, spec.head_dim, generator=generator, dtype=wide(weights.dtype))
+            k, v = keys.to(weights.device)
+            deterministic.check_rows(
+                "attention",
+                lambda q, e: (deterministic.attend(q, k, v, e * 0, e, spec.scale, 0.0),),
+                o.to(k.dtype),
+                places * 6 + 1,
+            )
+
+
+class _PlainStep:
+    def __init__(self, path: PlainPath, batch: Batch, cos: Tensor, sin: Tensor) -> None:
+        self._path, self._batch, self._cos, self._sin = path, batch, cos, sin
+        self._decoder, self._cache = path.decoder, path.cache
+
+    def inputs(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._path.rows(lambda *rows: self._decoder.attention_inputs(layer, *rows), x, self._cos, self._sin)
+        self._cache.write(layer, self._batch.slots, k, v)
+        return q, k, v
+
+    def attend(self, layer: int, q: Tensor, read: Reads) -> Tensor:
+        spec, parts = self._decoder.spec, []
+        for number, group in enumerate(self._batch.groups):
+            rows = slice(group.first_row, group.end_row)
+            k, v = self._cache.gather(layer, group.index, group.batch)  # [Hkv, B, m, d]
+            if self._path.deterministic:
+                parts.append(self._attend_fixed(q[rows], k, v, read.first[rows], read.end[rows]))
+            elif group.decode:
+                k, v = k.to(q.dtype), v.to(q.dtype)
+                bias = read.bias(number, group, q.dtype, k.shape[2])
+                parts.append(attention.decode(q[rows], k, v, bias, spec.scale, spec.soft_cap))
+            else:
+                k, v = k[:, 0, : group.keys].to(q.dtype), v[:, 0, : group.keys].to(q.dtype)
+                blocks = read.blocks(number, group, q.dtype)
+                parts.append(attention.prefill(q[rows], k, v, blocks, spec.scale, spec.soft_cap))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def output(self, layer: int, x: Tensor, o: Tensor) -> Tensor:
+        return self._path.rows(lambda *rows: (self._decoder.attention_output(layer, *rows),), x, o)[0]
+
+    def _attend_fixed(self, q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor) -> Tensor:
+        """Deterministic mode: one sequence after the other, in fp32 or float64."""
+        accurate, spec = wide(q.dtype), self._decoder.spec
+        batch = k.shape[1]
+        per = q.shape[0] // batch
+        outputs = []
+        for b in range(batch):
+            rows = slice(b * per, (b + 1) * per)
+            keys, values = k[:, b].to(accurate), v[:, b].to(accurate)
+            out = deterministic.attend(
+                q[rows].to(accurate), keys, values, first[rows], end[rows], spec.scale, spec.soft_cap
+            )
+            outputs.append(out.to(q.dtype))
+        return torch.cat(outputs)
+
+
+class Reads:
+    """What each row may read under one sliding window; masks are made once and serve every layer."""
+
+    def __init__(self, batch: Batch, window: int) -> None:
+        self.first, self.end = batch.bounds(window)
+        attention.check_visible(self.first, self.end)
+        self.pairs = int((self.end - self.first).sum())  # visible (query, key) pairs per query head
+        self.window = window
+        self._blocks: dict[int, list[attention.QueryBlock]] = {}
+        self._biases: dict[int, Tensor] = {}
+
+    def blocks(self, number: int, group: Group, dtype: torch.dtype) -> list[attention.QueryBlock]:
+        """The query blocks of a prefill group."""
+        if number not in self._blocks:
+            rows = slice(group.first_row, group.end_row)
+            self._blocks[number] = attention.query_blocks(self.first[rows], self.end[rows], dtype)
+        return self._blocks[number]
+
+    def bias(self, number: int, group: Group, dtype: torch.dtype, keys: int) -> Tensor:
+        """[B, 1, keys] of a decode group: 0 where the sequence's one query sees the key, else -inf."""
+        made = self._biases.get(number)
+        if made is None:
+            rows = slice(group.first_row, group.end_row)
+            visible = attention.visible_keys(self.first[rows], self.end[rows], keys)
+            made = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -torch.inf)
+            self._biases[number] = made = made[:, None]
+        return made

@@ -1,0 +1,178 @@
+"""Chat messages, tools and output formats as OpenAI writes them, checked by name, as plain data for a template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+
+from pdserve.errors import shown
+from pdserve.request import JSON_SCHEMA, LARK, REGEX, Grammar
+from router.openai_json import Strict, refused, validate
+from router.openai_tools import ToolUse
+
+MAX_TOOLS = 128
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: StrictStr
+
+
+class CalledFunction(Strict):
+    name: StrictStr
+    arguments: StrictStr  # a JSON object
+
+
+class ToolCall(Strict):
+    id: StrictStr
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: StrictInt | None = None  # as clients keep it that add up a stream
+
+    def plain(self, where: str) -> dict[str, object]:
+        """With the arguments as data, as templates expect them."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise refused(f"{where}.function.arguments", f"not JSON: {error}", "send a JSON object") from error
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(Strict):
+    """One turn. The fields below `tool_call_id` exist because clients send answers back as they got them."""
+
+    role: StrictStr
+    content: StrictStr | list[TextPart] | None = None
+    name: StrictStr | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: StrictStr | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+    def plain(self, where: str) -> dict[str, object]:
+        """Without what is None: the tokenizer refuses a message without content or calls, by its place."""
+        content = "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content
+        calls = [call.plain(f"{where}.tool_calls[{n}]") for n, call in enumerate(self.tool_calls or ())]
+        given = {
+            "role": self.role,
+            "content": content,
+            "name": self.name,
+            "tool_calls": calls or None,
+            "tool_call_id": self.tool_call_id,
+        }
+        return {key: value for key, value in given.items() if value is not None}
+
+
+class Function(Strict):
+    name: StrictStr = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: StrictStr | None = None
+    parameters: dict[StrictStr, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: StrictStr
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def tool_use(tools: Sequence[Any] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse | None:
+    """None where the model is offered nothing. Raises InvalidRequest naming the tool at fault.
+
+    The tools themselves stay as they were sent: a template shows their keys in the order that the caller gave.
+    """
+    if not tools:
+        if choice is not None and choice not in ("none", "auto"):
+            raise refused("tool_choice", "there are no tools", "send tools, or leave it out")
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise refused("tools", f"there are {len(tools)}", f"send at most {MAX_TOOLS}")
+    functions = [validate(tool, Tool, f"tools[{n}]").function for n, tool in enumerate(tools)]
+    names = [function.name for function in functions]
+    if len(set(names)) != len(names):
+        raise refused("tools", "two functions have one name", "give each its own")
+    if choice == "none":
+        return None
+    if isinstance(choice, NamedTool):
+        wanted = choice.function.name
+        if wanted not in names:
+            raise refused("tool_choice", f"{shown(wanted)} is not among the tools", f"use one of: {', '.join(names)}")
+        functions = [function for function in functions if function.name == wanted]
+    return ToolUse(
+        functions=tuple({"name": f.name, "parameters": f.parameters} for f in functions),
+        required=choice == "required" or isinstance(choice, NamedTool),
+        strict=any(function.strict for function in functions),
+        several=parallel is not False and not isinstance(choice, NamedTool),
+    )
+
+
+class JsonSchema(Strict):
+    name: StrictStr | None = None
+    description: StrictStr | None = None
+    schema_: dict[StrictStr, Any] | StrictBool = Field(alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Strict):
+    """OpenAI's text, json_object and json_schema, and ours: regex and grammar."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: JsonSchema | None = None
+    regex: StrictStr | None = None
+    grammar: StrictStr | None = None  # in llguidance's form of Lark
+
+    def grammar_of(self) -> Grammar | None:
+        """Raises InvalidRequest for a type without what it needs, or with what belongs to another."""
+        needs = {"json_schema": "json_schema", "regex": "regex", "grammar": "grammar"}.get(self.type)
+        for name in ("json_schema", "regex", "grammar"):
+            if (getattr(self, name) is not None) != (name == needs):
+                problem = "this type needs it" if name == needs else f"it does not go with type {self.type}"
+                raise refused(f"response_format.{name}", problem, "send what the type asks for")
+        if self.json_schema is not None:
+            return Grammar(JSON_SCHEMA, json.dumps(self.json_schema.schema_))
+        if self.regex is not None:
+            return Grammar(REGEX, self.regex)
+        if self.grammar is not None:
+            return Grammar(LARK, self.grammar)
+        return Grammar(JSON_SCHEMA, '{"type": "object"}') if self.type == "json_object" else None
+
+
+class StructuredOutputs(Strict):
+    """The same as vLLM's clients ask for it."""
+
+    json_: dict[StrictStr, Any] | StrictStr | None = Field(default=None, alias="json")
+    json_object: StrictBool | None = None
+    regex: StrictStr | None = None
+    choice: list[StrictStr] | None = None
+    grammar: StrictStr | None = None
+
+    def grammar_of(self) -> Grammar | None:
+        found = [
+            Grammar(JSON_SCHEMA, self.json_ if isinstance(self.json_, str) else json.dumps(self.json_))
+            if self.json_ is not None
+            else None,
+            Grammar(JSON_SCHEMA, '{"type": "object"}') if self.json_object else None,
+            Grammar(REGEX, self.regex) if self.regex is not None else None,
+            Grammar(LARK, "start: " + " | ".join(map(json.dumps, self.choice))) if self.choice else None,
+            Grammar(LARK, self.grammar) if self.grammar is not None else None,
+        ]
+        wanted = [grammar for grammar in found if grammar is not None]
+        if len(wanted) != 1:
+            raise refused("structured_outputs", f"it asks for {len(wanted)} things", "ask for one")
+        return wanted[0]

@@ -1,0 +1,325 @@
+"""The native kernels against the plain path, against a decoder written apart, and how they are built and chosen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cache_transfer.contract import PositionScheme
+from pdserve.engine.checks import ALL, TOLERANCES, check_step, check_written, relative_error
+from pdserve.engine.engine import Engine
+from pdserve.engine.native import build, choice
+from pdserve.engine.native.build import Recipe
+from pdserve.engine.plan import Chunk, StepPlan
+from pdserve.engine.spec import ModelSpec
+from pdserve.engine.trace import StepTrace
+from pdserve.errors import Cancelled, ConfigError
+from tests.engine import oracle
+from tests.engine.tiny import TINY, prompt, run, spec, tiny_engine, tiny_model
+
+
+def rope(dims: int) -> PositionScheme:
+    return PositionScheme(kind="rope", theta=10000.0, dims=dims)
+
+
+LEARNED = PositionScheme(kind="learned", dims=512)
+FAMILIES: dict[str, ModelSpec] = {
+    "plain llama": TINY,
+    "every bias": spec(qkv_bias=True, attn_out_bias=True, mlp_bias=True, head_bias=True),
+    "q and k norms, partial rotation": spec(qk_norm=True, positions=rope(4)),
+    "learned positions, layer norm, plain mlp": spec(
+        positions=LEARNED, norm="layer", norm_shift=True, mlp="plain", activation="gelu_tanh"
+    ),
+    "windows and a soft cap": spec(sliding_window=(0, 5, 70), soft_cap=2.0),
+    "post-norm, exact gelu, tied head": spec(norm_order="post", activation="gelu", tied_head=True),
+    "head of 80, odd widths": spec(head_dim=80, positions=rope(80), width=41, ffn_width=51),
+    "head of 128, groups of 3": spec(head_dim=128, positions=rope(128), heads=6, width=72, ffn_width=130),
+    "head of 10, one KV head": spec(
+        head_dim=10, positions=rope(6), width=33, ffn_width=35, heads=5, kv_heads=1, activation="relu"
+    ),
+}
+LENGTHS = {"long": 141, "middle": 66, "short": 7, "one": 1}
+
+
+def logits(engine: Engine, stale: float = float("nan")) -> dict[str, torch.Tensor]:
+    """Every sequence's scores at every position: chunked prefill, a mixed step, then a decode step of all."""
+    size = engine.cache.page_size
+    engine.cache.storage.fill_(stale)  # what earlier owners left
+    engine.cache.storage.narrow(engine.cache._slot_axis, engine.cache.pad * size, size).zero_()
+    each = engine.cache.pages // len(LENGTHS)
+    pages = {key: tuple(range(i * each, i * each + each))[::-1] for i, key in enumerate(LENGTHS)}
+    rows: dict[str, list[torch.Tensor]] = {key: [] for key in LENGTHS}
+    at = dict.fromkeys(LENGTHS, 0)
+    for step in range(4):
+        chunks = []
+        for number, (key, length) in enumerate(LENGTHS.items()):
+            left = length - 2 - at[key]  # two tokens are kept for steps 2 and 3
+            take = (
+                (1 if step >= 2 else max(0, -(-left // 2) if step == 0 else left))
+                if length > 2
+                else int(step == number)
+            )
+            if take:
+                chunks.append(
+                    Chunk(key, prompt(length, seed=length)[at[key] : at[key] + take], at[key], pages[key], "all")
+                )
+        plan = StepPlan(tuple(chunks))
+        output = engine.step(plan)
+        check_written(plan, output)
+        for chunk in chunks:
+            rows[chunk.key].append(output.logits[chunk.key])
+            at[chunk.key] += len(chunk.ids)
+    assert at == LENGTHS
+    return {key: torch.cat(parts) for key, parts in rows.items()}
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    torch.set_num_threads(request.param)
+    yield int(request.param)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("order, page_size, threads", [("hnd", 16, 1), ("nhd", 3, 2)], indirect=["threads"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fp32_equals_a_decoder_written_apart_and_the_plain_path(
+    name: str, order: str, page_size: int, threads: int
+) -> None:
+    of = FAMILIES[name]
+    config: dict[str, Any] = {"page_size": page_size, "pages": 4 * -(-142 // page_size), "axis_order": order}
+    native = tiny_engine(of, kernels="native", **config)
+    plain = logits(tiny_engine(of, kernels="plain", **config))
+    for key, found in logits(native).items():
+        assert relative_error(found, plain[key]) < TOLERANCES["fp32"], key
+    assert native.kernels.native_steps == 4 and native.kernels.plain_steps == 0
+    if threads == 1:
+        expected = oracle.logits(tiny_model(of), prompt(7, seed=7))
+        assert relative_error(logits(native)["short"], expected) < TOLERANCES["fp32"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bf16_is_as_near_to_the_exact_answer_as_the_plain_path(name: str, kv_dtype: str) -> None:
+    of = FAMILIES[name]
+    config: dict[str, Any] = {"page_size": 16, "pages": 40}
+    exact = logits(tiny_engine(of, "float64", **config))
+    plain, native = (
+        logits(tiny_engine(of, "bf16", kernels=kernels, kv_dtype=kv_dtype, **config)) for kernels in ("plain", "native")
+    )
+    for key, expected in exact.items():
+        error = relative_error(native[key], expected)
+        assert error < max(TOLERANCES["bf16"], 1.2 * relative_error(plain[key], expected)), (key, error)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_int8_weights_equal_their_plain_arithmetic(dtype: str) -> None:
+    of = FAMILIES["every bias"]
+    config: dict[str, Any] = {"page_size": 16, "pages": 40, "weights": "int8"}
+    plain = tiny_engine(of, dtype, kernels="plain", **config)
+    native = tiny_engine(of, dtype, kernels="native", **config)
+    assert native.contract().weight_dtype == "int8" and native.contract().activation_dtype == dtype
+    assert native.contract().model_digest == tiny_engine(of, dtype).contract().model_digest
+    tolerance = TOLERANCES[dtype] if dtype == "fp32" else 2 * TOLERANCES[dtype]  # both sides round to bf16
+    want = logits(plain)
+    for key, found in logits(native).items():
+        assert relative_error(found, want[key]) < tolerance
+
+
+def test_int8_is_refused_in_deterministic_mode_and_other_weights_always() -> None:
+    with pytest.raises(ConfigError, match="int8"):
+        tiny_engine(weights="int8", deterministic=True)
+    with pytest.raises(ConfigError, match="int3"):
+        tiny_engine(weights="int3")
+
+
+@pytest.mark.parametrize("order", ["hnd", "nhd"])
+def test_every_check_of_a_traced_step_holds(order: str) -> None:
+    engine = tiny_engine(FAMILIES["windows and a soft cap"], kernels="native", pages=64, axis_order=order)
+    run(engine, Chunk("b", prompt(20), 0, tuple(range(40, 60)), "none"))
+    trace = StepTrace()
+    plan = StepPlan((Chunk("a", prompt(70), 0, tuple(range(20))), Chunk("b", (5,), 20, tuple(range(40, 60)))))
+    output = engine.step(plan, trace=trace)
+    check_step(engine, trace, output, ALL)
+    assert engine.kernels.state == "native"
+
+
+def test_long_sequences_are_cut_for_several_threads_and_put_together() -> None:
+    of = replace(TINY, context_limit=4096)
+    torch.set_num_threads(2)
+    engines = [tiny_engine(of, kernels=kernels, page_size=16, pages=80) for kernels in ("plain", "native")]
+    results = []
+    for engine in engines:
+        run(engine, Chunk("a", prompt(1200), 0, tuple(range(80)), "none"))
+        results.append(run(engine, Chunk("a", (3,), 1200, tuple(range(80)))).logits["a"])
+    torch.set_num_threads(1)
+    assert relative_error(results[1], results[0]) < TOLERANCES["fp32"]
+
+
+def test_layers_are_announced_and_cancelled_as_on_the_plain_path() -> None:
+    engine, layers = tiny_engine(kernels="native"), list[int]()
+    with pytest.raises(Cancelled):
+        engine.step(
+            StepPlan((Chunk("r", prompt(6), 0, (0, 1)),)), on_layer=layers.append, cancelled=lambda: len(layers) == 2
+        )
+    assert layers == [0, 1]
+    out = run(engine, Chunk("r", prompt(6), 0, (0, 1)))
+    out.logits["r"][0, 3] -= 1.0  # a sampler may
+
+
+@pytest.mark.parametrize(
+    "config, word",
+    [({"dtype": "float64"}, "float64"), ({"deterministic": True}, "deterministic"), ({"kv_dtype": "fp16"}, "fp16")],
+)
+def test_what_the_kernels_do_not_run_is_plain_under_auto_and_refused_under_native(
+    config: dict[str, Any], word: str
+) -> None:
+    engine = tiny_engine(kernels="auto", **config)
+    assert engine.kernels.state == "plain" and word in engine.kernels.why
+    assert word in engine.contract().info["kernels"]
+    with pytest.raises(ConfigError, match=word):
+        tiny_engine(kernels="native", **config)
+    with pytest.raises(ConfigError, match="fastest"):
+        tiny_engine(kernels="fastest")
+
+
+def test_without_a_compiler_auto_serves_plain_and_native_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    build.find_recipe.cache_clear()
+    try:
+        engine = tiny_engine(kernels="auto")
+        assert engine.kernels.state == "failed" and "g++" in engine.kernels.why
+        run(engine, Chunk("r", prompt(6), 0, (0, 1)))
+        assert engine.kernels.plain_steps == 1
+        with pytest.raises(ConfigError) as error:
+            tiny_engine(kernels="native")
+        assert error.value.reason == "NO_COMPILER" and error.value.field == "kernels"
+    finally:
+        build.find_recipe.cache_clear()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recipe:
+    """A recipe whose library says nothing but its version, in a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = build.find_recipe()
+    return replace(recipe, flags=("-shared", "-fPIC", "-O0", "-fsyntax-only"), digest="0" * 64)
+
+
+def compile_nothing(recipe: Recipe, target: Path) -> None:
+    source = target.with_suffix(".c")
+    source.write_text("int pdserve_abi(void) { return 1; }")
+    subprocess.run([recipe.compiler, "-shared", "-fPIC", source, "-o", target], check=True)
+
+
+def test_a_library_is_compiled_once_and_kept(quick: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_compile", compile_nothing)
+    assert build.kept(quick) is None
+    first, second = build.build(quick), build.build(quick)
+    assert (first.compiled, second.compiled) == (True, False) and first.path == second.path
+    assert build.kept(quick) == first.path
+
+
+@pytest.mark.parametrize("harm", ["content", "digest", "writable", "folder"])
+def test_a_damaged_or_foreign_library_is_never_loaded(
+    quick: Recipe, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    monkeypatch.setattr(build, "_compile", compile_nothing)
+    path = build.build(quick).path
+    if harm == "content":
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    elif harm == "digest":
+        path.with_suffix(".sha256").write_text("0" * 64)
+    elif harm == "writable":
+        path.chmod(0o777)
+    else:
+        build.kernels_folder().chmod(0o777)
+    assert build.kept(quick) is None
+    if harm == "folder":
+        with pytest.raises(ConfigError, match="others"):
+            build.build(quick)
+    else:
+        assert build.build(quick).compiled
+
+
+def test_a_compiler_that_fails_is_quoted(quick: Recipe) -> None:
+    with pytest.raises(ConfigError, match="unrecognized"):
+        build.build(replace(quick, flags=("--no-such-flag",)))
+    assert not [path for path in build.kernels_folder().iterdir() if path.name != "lock"]
+
+
+def test_auto_serves_plain_while_compiling_and_changes_between_two_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = build.build(build.find_recipe()).path  # kept for this user, or made now
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(choice, "_builds", {})
+
+    def held(recipe: Recipe, target: Path) -> None:
+        assert steps.wait(60)
+        target.write_bytes(real.read_bytes())
+
+    steps = threading.Event()
+    monkeypatch.setattr(build, "_compile", held)
+    engine, other = (tiny_engine(kernels="auto") for _ in range(2))
+    before = run(engine, Chunk("r", prompt(6), 0, (0, 1))).logits["r"]
+    assert engine.kernels.state == "building" and engine.kernels.plain_steps == 1
+    steps.set()
+    for wanted in choice._builds.values():
+        wanted.result(60)
+    after = run(engine, Chunk("r", prompt(6), 0, (0, 1))).logits["r"]
+    for length in range(2, 30):  # no shape asks for another compilation
+        run(engine, Chunk("r", prompt(length), 0, tuple(range(8))))
+    assert relative_error(after, before) < TOLERANCES["fp32"]
+    counters = engine.kernels
+    assert (counters.state, counters.plain_steps, counters.native_steps) == ("native", 1, 29)
+    run(other, Chunk("r", prompt(6), 0, (0, 1)))
+    assert other.kernels.state == "native" and len(choice._builds) == 1
+    assert tiny_engine(kernels="auto").kernels.state == "native"  # kept: the next start does not compile
+
+
+def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
+    tiny_engine(kernels="native")
+    maps = {path for path in Path("/proc/self/maps").read_text().split() if ".libs/" not in path}  # vendored by others
+    assert len({path for path in maps if "gomp" in path or "libomp" in path or "libiomp" in path}) == 1
+
+
+PORTABLE = """
+import sys
+from tests.engine.test_native import FAMILIES, logits, relative_error
+from tests.engine.tiny import tiny_engine
+from pdserve.engine.native import build, library
+import pdserve.engine.native.choice as choice
+recipe = build.find_recipe((*build.FLAGS, *sys.argv[1:]))
+choice.find_recipe = lambda: recipe
+for name in ("q and k norms, partial rotation", "windows and a soft cap"):
+    for dtype, tolerance in (("fp32", 2e-5), ("bf16", 1.2e-1)):
+        for weights in ("", "int8"):
+            config = dict(page_size=16, pages=40, weights=weights)
+            native = tiny_engine(FAMILIES[name], dtype, kernels="native", **config)
+            want = logits(tiny_engine(FAMILIES[name], dtype, kernels="plain", **config))
+            for key, found in logits(native).items():
+                assert relative_error(found, want[key]) < tolerance, (name, dtype, weights, key)
+print(library.level(native._kernels.current().library))
+"""
+
+
+@pytest.mark.slow
+def test_processors_without_these_instructions_get_the_same_answers() -> None:
+    """Built for a plain x86-64 processor: every intrinsic is left out, and the portable code takes its place."""
+    flags = ("-march=x86-64", "-mno-avx", "-O1")
+    done = subprocess.run(
+        [sys.executable, "-c", PORTABLE, *flags], capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "portable"

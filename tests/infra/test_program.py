@@ -1,0 +1,265 @@
+"""What the manifests name is what the program has: flags, ports, paths, variables, labels."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve import __version__
+from pdserve.config import Config
+from pdserve.errors import ConfigError
+from pdserve.ray_app import build
+from tests.infra import program
+from tests.infra.manifests import INFRA, OVERLAYS, ROOT, Document, Pod, matches, of_kind, pods, render
+from tests.infra.schemas import serve_config
+
+HEALTH_OF_RAY = {("/api/local_raylet_healthz", 52365)}  # of each node's agent
+HTTP_PATHS = {"/healthz", "/readyz"}  # tests/infra/test_processes.py asks them
+DURING_A_DRAIN_S = 20.0
+
+
+def check(documents: list[Document], tmp_path: Path) -> None:
+    """Raises AssertionError for the first thing that does not fit."""
+    found = pods(documents)
+    components = {pod.component: pod for pod in found}
+    configured = next(pod for pod in found if pod.component != "redis")
+    config = program.settings(documents, tmp_path, configured)
+    for pod in found:
+        check_pod(documents, pod, config, tmp_path)
+    for service in of_kind(documents, "Service"):
+        selector = {"matchLabels": service["spec"]["selector"]}
+        (target,) = [pod for pod in found if matches(selector, pod.labels)]
+        for port in service["spec"]["ports"]:
+            assert program.ports(target.component, config)[port["targetPort"]] == port["port"], port
+    for document in of_kind(documents, "PodDisruptionBudget"):
+        selected = [pod for pod in found if matches(document["spec"]["selector"], pod.labels)]
+        assert len(selected) == 1, document["metadata"]["name"]
+    for document in of_kind(documents, "HorizontalPodAutoscaler"):
+        target = document["spec"]["scaleTargetRef"]
+        (scaled,) = [d for d in of_kind(documents, target["kind"]) if d["metadata"]["name"] == target["name"]]
+        assert target["apiVersion"] == scaled["apiVersion"]
+        assert "replicas" not in scaled["spec"], "it would undo the autoscaler's number at each apply"
+    for policy in of_kind(documents, "NetworkPolicy"):
+        check_policy(policy, components, config)
+    for job in of_kind(documents, "RayJob"):
+        (data,) = [each["data"] for each in of_kind(documents, "ConfigMap")]
+        program.check_batch(job["spec"]["entrypoint"], data)
+    for service in of_kind(documents, "RayService"):
+        check_serve(service, tmp_path, components)
+
+
+def check_pod(documents: list[Document], pod: Pod, config: Config, tmp_path: Path) -> None:
+    container, ports = pod.container, program.ports(pod.component, config)
+    named = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert named == ports, f"{pod.owner}: {named}, and the program listens on {ports}"
+    program.check_environment(container, config)
+    check_probes(container, named)
+    check_stop(pod, config)
+    if pod.ray_start is not None:
+        program.check_ray_start(pod.ray_start)
+    elif pod.component != "redis":
+        given = program.arguments(container, tmp_path)
+        program.check_command(container["command"], given, program.environment(container))
+        for flag, port in (("--port", "grpc"), ("--http-port", "http"), ("--transfer-port", "transfer")):
+            told = [int(each.partition("=")[2]) for each in given if each.partition("=")[0] == flag]
+            assert all(value == ports[port] for value in told), given
+    if pod.component != "redis":
+        program.settings(documents, tmp_path, pod)
+        assert config.prefill.rpc.allow_plaintext, "beyond loopback nothing would start"
+    if pod.component in ("prefill", "decode"):
+        assert container["resources"]["requests"]["cpu"] == str(config.decode.engine.threads)
+    assert pod.spec["securityContext"]["runAsNonRoot"] is True
+
+
+def check_probes(container: Document, named: dict[str, int]) -> None:
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = container.get(name, {})
+        if "httpGet" in probe:
+            path, port = probe["httpGet"]["path"], probe["httpGet"]["port"]
+            ours = path in HTTP_PATHS and port == "http" and "http" in named
+            assert ours or (path, port) in HEALTH_OF_RAY, probe
+        elif "grpc" in probe:
+            assert probe["grpc"]["port"] == named["grpc"], probe
+        elif "tcpSocket" in probe:
+            assert probe["tcpSocket"]["port"] in named, probe
+    assert "livenessProbe" in container and "readinessProbe" in container
+
+
+def check_stop(pod: Pod, config: Config) -> None:
+    """The pod's time to end holds the hook, the drain, and what comes after it."""
+    grace_s = {"router": config.router.grace_s, "prefill": config.prefill.grace_s, "decode": config.decode.grace_s}
+    if pod.component not in grace_s:
+        return
+    command = pod.container["lifecycle"]["preStop"]["exec"]["command"] if "lifecycle" in pod.container else None
+    own_s = pod.spec["terminationGracePeriodSeconds"] if command else 0
+    if command and command[0] == "pdserve":
+        program.check_pdserve(command)
+        hook_s = float(command[command.index("--timeout-s") + 1])
+        assert grace_s[pod.component] + DURING_A_DRAIN_S <= hook_s <= own_s - DURING_A_DRAIN_S
+    else:
+        assert command and command[0] == "sleep", f"{pod.owner}: no drain before the end"
+        assert grace_s[pod.component] + float(command[1]) + DURING_A_DRAIN_S <= own_s
+
+
+def check_policy(policy: Document, components: dict[str, Pod], config: Config) -> None:
+    spec, name = policy["spec"], policy["metadata"]["name"]
+    selected = [pod for pod in components.values() if matches(spec["podSelector"], pod.labels)]
+    assert selected, f"{name} selects nothing"
+    for rule in spec.get("ingress", []):
+        for each in rule["ports"]:
+            opened = range(each["port"], each.get("endPort", each["port"]) + 1)
+            reached = {
+                port for pod in selected for port in program.ports(pod.component, config).values() if port in opened
+            }
+            of_ray = any(pod.ray_start for pod in selected)
+            assert reached or of_ray, f"{name} opens {each}, where nobody listens"
+            if config.decode.transfer_port in opened and any(pod.component == "decode" for pod in selected):
+                check_only_prefill(rule, components)
+        for peer in rule.get("from", []):
+            if "namespaceSelector" not in peer:
+                assert any(matches(peer["podSelector"], pod.labels) for pod in components.values()), name
+
+
+def check_only_prefill(rule: Document, components: dict[str, Pod]) -> None:
+    peers = rule["from"]
+    allowed = {
+        pod.component
+        for pod in components.values()
+        if any("namespaceSelector" in peer or matches(peer["podSelector"], pod.labels) for peer in peers)
+    }
+    assert allowed == {"prefill"}, f"the transfer port is open to {allowed}"
+
+
+def check_serve(service: Document, tmp_path: Path, components: dict[str, Pod]) -> None:
+    """The applications can be built, and their replicas fit the pods that are there for them."""
+    for application in serve_config(service).applications:
+        assert application.import_path == f"{build.__module__.rpartition('.')[0]}:{build.__name__}"
+        assert application.args["config"] == program.FILE
+        role = application.args["pool"]
+        assert application.name == f"pdserve-{role}"
+        built = build({**application.args, "config": str(tmp_path / "pdserve.toml")})
+        options = built._bound_deployment.ray_actor_options
+        start = components[role].ray_start
+        assert start is not None
+        assert float(start["num-cpus"]) >= options["num_cpus"]
+        (offered,) = shlex.split(start["resources"])  # KubeRay puts it in a shell's line as it is
+        assert json.loads(offered) == options["resources"]
+    assert service["spec"]["rayClusterConfig"]["rayVersion"] == pinned("ray")
+
+
+def pinned(package: str) -> str:
+    found = re.search(rf"^{package}==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_manifest_names_what_the_program_has(overlay: str, tmp_path: Path) -> None:
+    documents = render(overlay)
+    check(documents, tmp_path)
+    for pod in pods(documents):
+        if pod.component != "redis":
+            assert pod.container["image"] == f"pdserve:{__version__}"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_secrets_are_those_that_the_deployment_page_makes(overlay: str) -> None:
+    made = set(re.findall(r"--from-literal=([a-z-]+)=", (ROOT / "docs" / "deploy.md").read_text()))
+    references = re.findall(r"'secretKeyRef': (\{[^}]*\})", str(render(overlay)))
+    assert references or overlay == "rayjob"
+    for reference in references:
+        assert "'name': 'pdserve'" in reference
+        found = re.search(r"'key': '([a-z-]+)'", reference)
+        assert found is not None and found[1] in made, reference
+
+
+def test_the_manifests_say_that_they_are_in_clear() -> None:
+    for path in (*INFRA.glob("**/*.toml"),):
+        (line,) = [
+            n for n, text in enumerate(path.read_text().splitlines()) if text.startswith("allow_plaintext = true")
+        ]
+        around = path.read_text().splitlines()[max(0, line - 2) : line + 1]
+        assert any("no TLS yet" in text for text in around), path
+
+
+def container_of(component: str) -> Callable[[list[Document]], Any]:
+    return lambda documents: next(
+        d["spec"]["template"]["spec"]["containers"][0]
+        for d in documents
+        if d["kind"] == "Deployment" and d["metadata"]["name"] == f"pdserve-{component}"
+    )
+
+
+def replace(component: str, old: str, new: str) -> Callable[[list[Document]], None]:
+    def plant(documents: list[Document]) -> None:
+        container = container_of(component)(documents)
+        before = list(container["args"])
+        container["args"] = [each.replace(old, new) for each in before]
+        assert container["args"] != before
+
+    return plant
+
+
+def set_in(component: str, *path: Any) -> Callable[[list[Document]], None]:
+    def plant(documents: list[Document]) -> None:
+        at = container_of(component)(documents)
+        for step in path[:-2]:
+            at = at[step]
+        assert at[path[-2]] != path[-1]
+        at[path[-2]] = path[-1]
+
+    return plant
+
+
+def in_config(old: str, new: str) -> Callable[[list[Document]], None]:
+    def plant(documents: list[Document]) -> None:
+        (data,) = [d["data"] for d in of_kind(documents, "ConfigMap")]
+        assert old in data["pdserve.toml"]
+        data["pdserve.toml"] = data["pdserve.toml"].replace(old, new)
+
+    return plant
+
+
+def open_transfer(documents: list[Document]) -> None:
+    (policy,) = [d for d in of_kind(documents, "NetworkPolicy") if d["metadata"]["name"] == "pdserve-prefill-to-decode"]
+    del policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+
+
+TYPOS: dict[str, Callable[[list[Document]], None]] = {
+    "a flag": replace("decode", "--transfer-port", "--transfers-port"),
+    "a port": replace("router", "8471", "8472"),
+    "the path of the configuration": replace("prefill", "pdserve.toml", "pdserver.toml"),
+    "a variable in an argument": replace("decode", "POD_IP", "POD_IPS"),
+    "a variable": set_in("router", "env", 1, "name", "PDSERVE_APIKEYS"),
+    "the path of a probe": set_in("router", "livenessProbe", "httpGet", "path", "/health"),
+    "the port of a probe": set_in("decode", "readinessProbe", "grpc", "port", 8490),
+    "a container's port": set_in("decode", "ports", 1, "containerPort", 8482),
+    "a module": set_in("prefill", "command", 2, "prefil_worker"),
+    "a key of the configuration": in_config("transfer_port", "transfer_prot"),
+    "a value of the configuration": in_config("threads = 2", "threads = 0"),
+    "too little time to end": in_config("grace_s = 300", "grace_s = 400"),
+    "a policy that opens the transfer port": open_transfer,
+}
+
+
+@pytest.mark.parametrize("what", TYPOS)
+def test_what_the_program_does_not_have_is_found(what: str, tmp_path: Path) -> None:
+    documents = render("plain")
+    TYPOS[what](documents)
+    with pytest.raises((AssertionError, KeyError, ConfigError)):
+        check(documents, tmp_path)
+
+
+def test_typos_around_ray_are_found(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ray start"):
+        program.check_ray_start({"object-store-memry": "1"})
+    with pytest.raises(AssertionError, match="does not take"):
+        program.check_batch("python /opt/pdserve/examples/batch.py a b --confg c", {})
+    with pytest.raises(AssertionError, match="timeout"):
+        program.check_pdserve(["pdserve", "drain", "--timeouts", "3"])
