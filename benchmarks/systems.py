@@ -6,6 +6,7 @@ All their processes, the load generator's included, share the cores that this pr
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -27,6 +28,11 @@ from benchmarks.peers.process import ROOT, VLLM_ENVIRONMENT, find_model, find_py
 T = TypeVar("T")
 START_S = 200.0
 STOP_S = 15.0
+
+# Its four transfer threads per server would poll on cores that its engines need.
+NIXL = json.dumps(
+    {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"num_threads": 0}}
+)
 
 
 class NotAvailable(Exception):
@@ -175,7 +181,7 @@ async def start_vllm(name: str, arguments: Sequence[object], threads: int, disag
             command += ["--host", target.host, "--served-model-name", target.model, "--dtype", "bfloat16"]
             command += ["--max-model-len", 4096, "--no-enable-log-requests", *arguments]
             if disaggregated:
-                command += ["--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}']
+                command += ["--kv-transfer-config", NIXL]
             await processes.start(f"{name}-{number}", command, environment)
             targets.append(target)
         for target in targets:

@@ -97,6 +97,9 @@ class Deployment:
             except subprocess.TimeoutExpired:
                 self._router.kill()
                 self._router.wait()
+            for pipe in (self._router.stdin, self._router.stdout):
+                if pipe is not None:
+                    pipe.close()
             self._router = None
 
     def _start_router(self) -> None:
@@ -225,8 +228,9 @@ def _forward(process: subprocess.Popen[str]) -> None:
 
     def copy() -> None:
         assert process.stderr is not None
-        for line in process.stderr:
-            sys.stderr.write(line)
+        with process.stderr:
+            for line in process.stderr:
+                sys.stderr.write(line)
 
     threading.Thread(target=copy, daemon=True).start()
 

@@ -58,7 +58,7 @@ def verify(
     \b
     A side is words joined by commas. What it does not say it takes over from the baseline.
       what runs     PATH, smollm2, transformers, worker:HOST:PORT (a prefill worker with allow_trace = true)
-      precision     fp32, bf16, fp16, float64, kv:TYPE, fast, deterministic
+      precision     fp32, bf16, fp16, float64, kv:TYPE, int8, fast, plain, native, deterministic
       cache         page:N, hnd, nhd, device:NAME
       steps         whole, chunked, chunked:N
       company       alone, batched, batched:N, reused, reused:N, handoff

@@ -2,7 +2,7 @@
 
     side    = word {"," word}
     word    = what runs     PATH | smollm2 | transformers | worker:HOST:PORT
-            | how exactly   fp32 | bf16 | fp16 | float64 | kv:TYPE | fast | deterministic
+            | how exactly   fp32 | bf16 | fp16 | float64 | kv:TYPE | int8 | fast | plain | native | deterministic
             | how stored    page:N | hnd | nhd | device:NAME
             | how cut       whole | chunked[:N]
             | in what way   alone | batched[:N] | reused[:N] | handoff
@@ -31,7 +31,7 @@ DTYPES = ("fp32", "bf16", "fp16", "float64")
 _SUFFIXES = (".gguf", ".pdmodel", ".safetensors")
 _EXAMPLES = (
     *("smollm2", "transformers", "worker:127.0.0.1:7000", "fp32", "bf16", "fp16", "float64", "kv:bf16"),
-    *("fast", "deterministic", "page:8", "hnd", "nhd", "device:cpu", "whole", "chunked:64"),
+    *("int8", "fast", "plain", "native", "deterministic", "page:8", "hnd", "nhd", "device:cpu", "whole", "chunked:64"),
     *("alone", "batched:4", "reused", "reused:32", "handoff"),
 )
 
@@ -102,8 +102,11 @@ def _way(side: Side, way: str, count: int = 0) -> Side:
 
 
 _WORDS: dict[str, Callable[[Side], Side]] = {
-    "fast": lambda side: _engine(side, deterministic=False),
-    "deterministic": lambda side: _engine(side, deterministic=True),
+    "int8": lambda side: _engine(side, weights="int8"),
+    "fast": lambda side: _engine(side, deterministic=False, kernels="auto"),
+    "plain": lambda side: _engine(side, deterministic=False, kernels="plain"),
+    "native": lambda side: _engine(side, deterministic=False, kernels="native"),
+    "deterministic": lambda side: _engine(side, deterministic=True, kernels="auto"),
     "hnd": lambda side: _engine(side, axis_order="hnd"),
     "nhd": lambda side: _engine(side, axis_order="nhd"),
     "whole": lambda side: replace(side, chunk_tokens=0),

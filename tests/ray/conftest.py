@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Iterator
 
 import psutil
@@ -31,6 +33,10 @@ def deployment(config: Config) -> Iterator[Deployment]:
     with Deployment(config, None, lambda text: None) as running:
         Notes("").ask({PREFILL: 2, DECODE: 2})  # until a test gives the sizes to the policy
         yield running
+    with warnings.catch_warnings():
+        # Ray's driver leaves its sockets and subprocess handles to the garbage collector.
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     _, alive = psutil.wait_procs(left, timeout=SETTLE_S)
     assert not alive, f"left running: {alive}"

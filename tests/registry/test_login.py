@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -89,7 +90,9 @@ def server(files: Path) -> Iterator[RedisServer]:
     binary = shutil.which("redis-server")
     if binary is None:
         text = "no redis-server with TLS: apt-get install redis-server"
-        pytest.fail(text) if os.environ.get("CI") else pytest.skip(text)
+        if os.environ.get("CI"):
+            pytest.fail(text)
+        pytest.skip(text)
     acl = files / "users.acl"
     acl.write_text(f"user default off\nuser {USER} on #{_digest(PASSWORD)} ~{PREFIX}* &* +@read +@write +@scripting "
                    "+@connection +select\n")  # fmt: skip
@@ -133,11 +136,12 @@ async def test_user_password_database_prefix_and_tls_are_used(
         assert [live.record.worker_id for live in await registry.snapshot()] == [record().worker_id]
     finally:
         await registry.close()
-    tls = {"ssl_ca_certs": settings.ca_file, "ssl_certfile": settings.cert_file, "ssl_keyfile": settings.key_file}
+    tls: dict[str, Any] = {"ssl_ca_certs": settings.ca_file, "ssl_certfile": settings.cert_file}
+    tls |= {"ssl": True, "ssl_keyfile": settings.key_file}
     found: dict[int, list[bytes]] = {}
     for database in (0, 3):
         with redis.Redis(
-            host="127.0.0.1", port=server.port, db=database, username=USER, password=PASSWORD, ssl=True, **tls
+            host="127.0.0.1", port=server.port, db=database, username=USER, password=PASSWORD, **tls
         ) as client:
             found[database] = list(client.scan_iter(f"{PREFIX}*"))
     assert not found[0] and found[3] and all(key.startswith(PREFIX.encode()) for key in found[3])

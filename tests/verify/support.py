@@ -15,8 +15,8 @@ PROMPTS = (prompt(9, 1, 61), prompt(4, 2, 61), prompt(22, 3, 61), prompt(1, 4, 6
 
 
 def sides(*texts: str, **engine: Any) -> list[Side]:
-    """The first is the baseline; pages of 4 tokens unless `engine` says otherwise."""
-    base = parse_side(texts[0], Side("", engine=EngineConfig(**{"page_size": 4, **engine})))
+    """The first is the baseline; pages of 4 tokens and plain kernels unless `engine` says otherwise."""
+    base = parse_side(texts[0], Side("", engine=EngineConfig(**{"page_size": 4, "kernels": "plain", **engine})))
     return [base, *(parse_side(text, base) for text in texts[1:])]
 
 

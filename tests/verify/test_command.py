@@ -109,7 +109,7 @@ def test_every_tensor_is_shown_on_request(pdserve: Callable[..., Done], tiny: Pa
 
 def test_the_whole_report_as_json(pdserve: Callable[..., Done], tiny: Path, other: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    done = pdserve(f"{tiny},{SMALL}", "reused", other, "--json", file, *IDS)
+    done = pdserve(f"{tiny},{SMALL},plain", "reused", other, "--json", file, *IDS)
     assert done.code == 1
     report = json.loads(file.read_text())
     assert set(report) == {"schema", "equal", "environment", "inputs", "baseline", "comparisons"}
@@ -119,7 +119,7 @@ def test_the_whole_report_as_json(pdserve: Callable[..., Done], tiny: Path, othe
     assert first == {"token_ids": [5, 6, 7, 8, 9, 10, 11], "attention_mask": [1] * 7, "positions": list(range(7))}
     baseline = report["baseline"]
     assert (baseline["dtype"], baseline["kernels"], baseline["page_size"], baseline["way"]) == (
-        *("fp32", "fast", 4, "alone"),
+        *("fp32", "plain (kernels = plain)", 4, "alone"),
     )
     assert len(baseline["model_digest"]) == 64 and len(baseline["outputs"][0]) == 2
     same, differs = report["comparisons"]

@@ -71,7 +71,7 @@ CASES: list[tuple[Plant, str, dict[str, Any], tuple[int, str], str]] = [
 ]
 
 
-@pytest.mark.parametrize("kernels", ["fast", "deterministic"])
+@pytest.mark.parametrize("kernels", ["plain", "deterministic"])
 @pytest.mark.parametrize("plant, words, options, place, hint", CASES, ids=[case[0].__name__ for case in CASES])
 def test_the_first_place_of_a_planted_fault_is_named(
     plant: Plant,

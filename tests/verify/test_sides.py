@@ -19,6 +19,8 @@ BASE = Side("base")
         ("bf16", Side("bf16", engine=EngineConfig(dtype="bf16"))),
         ("kv:bf16,page:8,nhd", Side("", engine=EngineConfig(kv_dtype="bf16", page_size=8, axis_order="nhd"))),
         ("deterministic", Side("", engine=EngineConfig(deterministic=True))),
+        ("native,int8", Side("", engine=EngineConfig(kernels="native", weights="int8"))),
+        ("plain", Side("", engine=EngineConfig(kernels="plain"))),
         ("chunked", Side("", chunk_tokens=16)),
         ("chunked:64,reused:32", Side("", chunk_tokens=64, way="reused", count=32)),
         ("batched:3", Side("", way="batched", count=3)),
