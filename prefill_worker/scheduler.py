@@ -33,10 +33,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.order import RESERVE, Shares, Turns, share_out
 from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.engine.rate import Span, StepCost
 from pdserve.errors import Exhausted
-from prefill_worker.order import RESERVE, Shares, Turns, share_out
 
 PASSES = RESERVE - 1
 

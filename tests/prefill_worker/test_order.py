@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.blocks import BlockManager, Prefix
-from prefill_worker.order import Turns, delay_bound, share_out
+from pdserve.engine.order import Turns, delay_bound, share_out
 from prefill_worker.scheduler import Prompt, Scheduler, State
 
 

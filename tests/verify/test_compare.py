@@ -34,7 +34,7 @@ def test_one_model_in_every_way(tiny: Path, fixed: bool) -> None:
             assert all(finding.bits_equal for finding in comparison.findings)
 
 
-@pytest.mark.parametrize("words", ["bf16", "fp16", "float64", "kv:bf16", "deterministic"])
+@pytest.mark.parametrize("words", ["native", "bf16", "fp16", "float64", "kv:bf16", "deterministic"])
 def test_precisions_of_one_checkpoint(tiny: Path, words: str) -> None:
     (comparison,) = compared(tiny, words)
     assert comparison.equal, comparison.first

@@ -63,7 +63,7 @@ def test_a_path_is_a_model_even_with_a_comma(tmp_path: Path) -> None:
         ("chunked:0", "chunked:64"),
         ("batched:1", "batched:2"),
         ("handoff,chunked:1", "chunked:2"),
-        ("kv:int3", "kv:bf16"),
+        ("kv:bf61", "kv:bf16"),
         ("worker:nowhere", "host:port"),
         ("./nothing.gguf", "check the path"),
         ("", "words are"),
