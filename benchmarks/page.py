@@ -59,7 +59,7 @@ def table(rows: Sequence[Row], prefix: str = "") -> str:
         if judged:
             cells += [number(row["goal"]), {True: "met", False: "**missed**", None: ""}[row["met"]]]
         lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines)
 
 
 def number(value: float | None) -> str:

@@ -33,6 +33,7 @@ PUSH_REASONS: dict[str, tuple[grpc.StatusCode, bool]] = {
     "FRAME_HEADS": (_S.INVALID_ARGUMENT, False),
     "FRAME_TOKENS": (_S.INVALID_ARGUMENT, False),
     "FRAME_SIZE": (_S.INVALID_ARGUMENT, False),
+    "SHARED_RANGE": (_S.INVALID_ARGUMENT, False),
     "FRAME_OVERLAP": (_S.DATA_LOSS, True),
     "FRAME_GAP": (_S.DATA_LOSS, True),
     "FRAME_DIGEST": (_S.DATA_LOSS, True),

@@ -184,7 +184,9 @@ HOSTILE: dict[str, tuple[int, int, int, type[PdserveError], str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE.values(), ids=HOSTILE.keys())
-async def test_a_hostile_payload_is_refused_and_never_written(case: tuple[int, int, int, type[PdserveError], str]) -> None:
+async def test_a_hostile_payload_is_refused_and_never_written(
+    case: tuple[int, int, int, type[PdserveError], str],
+) -> None:
     offset, size, tokens, error, reason = case
     async with make_pair("grpc") as pair:
         ticket, identity = pair.issue(TOKENS)

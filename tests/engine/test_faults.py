@@ -198,9 +198,9 @@ def test_cache_of_another_adapter_is_not_reused(monkeypatch: pytest.MonkeyPatch)
     plain, adapted = tiny_model(), tiny_model()
     assert isinstance(adapted.tensors, dict)
     adapted.tensors["layers.0.v.weight"] = adapted.tensors["layers.0.v.weight"] * 1.5
-    first = Engine(plain, EngineConfig(dtype="fp32", pages=8, page_size=4))
-    second = Engine(adapted, EngineConfig(dtype="fp32", pages=8, page_size=4))
-    second.cache = first.cache  # one pool serves both adapters
+    first = Engine(plain, EngineConfig(dtype="fp32", pages=8, page_size=4, kernels="plain"))
+    second = Engine(adapted, EngineConfig(dtype="fp32", pages=8, page_size=4, kernels="plain"))
+    second.cache = second._kernels.current().cache = first.cache  # one pool serves both adapters
     manager = BlockManager(8, 4)
     pages = manager.allocate("under a", 3)
     run(first, Chunk("r", ids, 0, pages))

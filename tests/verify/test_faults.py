@@ -135,7 +135,7 @@ def test_a_prefix_of_another_adapter_is_named(tiny: Path, monkeypatch: pytest.Mo
         build(self, model, config)
         tensors = {**model.tensors, "layers.0.v.weight": model.tensors["layers.0.v.weight"] * 1.5}
         other = Engine(LoadedModel("adapted", model.spec, tensors, model.dtype, model.digest), config)
-        other.cache = self.cache  # one pool serves both
+        other.cache = other._kernels.current().cache = self.cache  # one pool serves both
         adapted.append(other)
 
     def step(self: TracedEngine, plan: StepPlan, **options: Any) -> StepOutput:
