@@ -16,6 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import cache_transfer.checks
+import cache_transfer.intake
 import cache_transfer.opening
 import cache_transfer.receiver
 import cache_transfer.writers
@@ -173,7 +174,7 @@ def _no_contract_at_admission(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_manifest(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cache_transfer.receiver, "check_commit", lambda *arguments: None)
+    patch.setattr(cache_transfer.intake, "check_commit", lambda *arguments: None)
 
 
 def _deaf_before_the_grant(patch: pytest.MonkeyPatch) -> None:

@@ -279,12 +279,12 @@ async def test_logits_that_are_not_finite_fail_the_request_alone(bad: float) -> 
 async def test_a_fault_in_a_step_fails_its_sequences_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     async with rig() as r, r.call(prompt(9), LONG) as call:
-        decoder = r.worker.engine.decoder
+        cache = r.worker.engine.cache
         await bring_to(State.DECODING, r, call)
-        del r.worker.engine.decoder  # the planted fault: the next step raises AttributeError
+        del r.worker.engine.cache  # the planted fault: the next step raises AttributeError
         with pytest.raises(Internal, match="the engine failed"):
             await call.answer()
-        r.worker.engine.decoder = decoder
+        r.worker.engine.cache = cache
         await r.empty()
         await check_serves(r)
 
@@ -331,6 +331,7 @@ class Tamper:
     def __init__(self, r: Rig) -> None:
         self._whole = r.transport
         self.pack = r.transport.pack
+        self.shares_memory = False
 
     def open(self, deadline_s: float) -> PushStream:
         stream = self._whole.open(deadline_s)

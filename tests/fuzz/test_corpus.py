@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_transfer import digests, receiver
+from cache_transfer import digests, intake
 from cache_transfer.codec import Coverage
 from tests.fuzz import targets
 from tests.fuzz.mutations import restructured
@@ -62,7 +62,7 @@ def test_streams_survive_their_framing() -> None:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "tokens in any order": lambda patch: patch.setattr(Coverage, "_check_order", lambda *_: None),
-    "a commit that is not checked": lambda patch: patch.setattr(receiver, "check_commit", lambda *_: None),
+    "a commit that is not checked": lambda patch: patch.setattr(intake, "check_commit", lambda *_: None),
     "digests that are not compared": lambda patch: patch.setattr(digests, "same", lambda left, right: True),
 }
 

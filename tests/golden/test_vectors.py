@@ -59,8 +59,8 @@ def test_the_independent_reader_sees_a_changed_vector(tmp_path: Path) -> None:
 
 
 def test_the_vectors_cover_every_reason_that_needs_no_clock() -> None:
-    """TICKET_USED and TICKET_EXPIRED need two streams or time: `pdserve conformance` has them."""
+    """Two streams or time: `pdserve conformance` has them. Shared memory: `tests/cache_transfer` has it."""
     from pdserve.conformance.reasons import PUSH_REASONS
 
     reasons = {entry["expected"].get("reason") for entry in INDEX} - {None}
-    assert reasons == PUSH_REASONS.keys() - {"TICKET_USED", "TICKET_EXPIRED", "DEADLINE_EXCEEDED"}
+    assert reasons == PUSH_REASONS.keys() - {"TICKET_USED", "TICKET_EXPIRED", "DEADLINE_EXCEEDED", "SHARED_RANGE"}
