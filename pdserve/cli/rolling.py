@@ -18,7 +18,7 @@ from pdserve.client import Client
 from pdserve.cluster.installed import applications_of, count
 from pdserve.cluster.names import application_name, worker_id
 from pdserve.cluster.notes import Notes
-from pdserve.cluster.resize import only_generation, wait_for
+from pdserve.cluster.resize import only_generation, until_sized
 from pdserve.config import Config
 from pdserve.errors import PdserveError, Unavailable
 from pdserve.registry.records import DECODE, PREFILL
@@ -73,7 +73,7 @@ class Rolling:
         Notes(generation).ask(sizes)
         # A worker may drain, and another one load its model.
         drain_s = max(self._config.prefill.grace_s, self._config.decode.grace_s)
-        wait_for(generation, sizes, drain_s + self._config.pools.ready_timeout_s)
+        until_sized(generation, sizes, drain_s + self._config.pools.ready_timeout_s)
 
     def _wait_for_pair(self, generation: str, pools: RayPools) -> None:
         """Until the router knows a pair of the new version that fits."""

@@ -48,7 +48,7 @@ def ask_sizes(prefill: int | None, decode: int | None, timeout_s: float) -> Size
     }
     plan.check_goal(sizes)
     notes.ask(sizes)
-    wait_for(generation, sizes, timeout_s)
+    until_sized(generation, sizes, timeout_s)
     return sizes
 
 
@@ -57,7 +57,7 @@ def ask_auto() -> None:
     Notes(only_generation()).ask(None)
 
 
-def wait_for(generation: str, sizes: Sizes, timeout_s: float) -> None:
+def until_sized(generation: str, sizes: Sizes, timeout_s: float) -> None:
     """Until exactly so many workers run and none starts or drains. Raises DeadlineExceeded, Unavailable."""
     end, pause = time.monotonic() + timeout_s, threading.Event()
     while True:

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from pdserve.cli.ray_pools import LOCAL_RAY_ENVIRONMENT
+
 LEAVE_S = 5.0
 
 
@@ -57,7 +59,7 @@ class Network:
         with log.open("w") as errors:
             process = subprocess.Popen(
                 self.command(machine, *arguments),
-                env={**os.environ, **environment},
+                env={**_inherited(), **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -144,3 +146,8 @@ def _run(*command: str, check: bool = True) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if check and done.returncode != 0:
         raise NotPermitted(f"`{' '.join(command)}`: {done.stderr.strip()}")
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment, less what a command line that ran in it has set for a Ray of one machine."""
+    return {name: value for name, value in os.environ.items() if name not in LOCAL_RAY_ENVIRONMENT}
