@@ -19,7 +19,7 @@ import asyncio
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cache_transfer.messages import Ack, Commit, Frame, Grant, Logits, PackedFrame, PushOpening
+from cache_transfer.messages import Ack, Commit, Frame, Grant, Logits, PackedFrame, PushOpening, SharedFrames
 from cache_transfer.receiver import Receiver
 from cache_transfer.transport import GrpcTransport
 from decode_worker import service as decode_service
@@ -146,9 +146,10 @@ class _Wrapper:
         """Either side of a push: one of its messages on the way to the receiver."""
         if isinstance(message, PushOpening):
             await self._reach(Step.OPEN)
-        elif isinstance(message, Frame | PackedFrame):
-            self._frames += 1
-            if self._frames == SOME_FRAMES:
+        elif isinstance(message, Frame | PackedFrame | SharedFrames):
+            before = self._frames
+            self._frames += len(message.frames) if isinstance(message, SharedFrames) else 1
+            if before < SOME_FRAMES <= self._frames:
                 await self._reach(Step.MID_FRAMES)
         elif isinstance(message, Logits):
             await self._reach(Step.LOGITS)
