@@ -100,13 +100,13 @@ def versions() -> str:
         pattern = f"lib/python*/site-packages/{distribution}-*.dist-info"
         found = sorted(python.parents[1].glob(pattern)) if python else []
         if found:
-            made.append(f"{peer} {found[0].name.split('-')[1]}")
+            made.append(f"{peer} {found[0].name.removesuffix('.dist-info').split('-')[1].split('+')[0]}")
     return ", ".join(made)
 
 
 def _version(name: str) -> str:
     try:
-        return version(name)
+        return version(name).split("+")[0]  # without the label of the build
     except PackageNotFoundError:
         return "(not installed)"
 
