@@ -1,7 +1,7 @@
 """`pdserve up` whose processes are killed one by one: Serve's controller, a replica, at last `up` itself.
 
 The parts are found among its children; nothing is asked of Ray. Replicas that die with others
-to take over are in tests/test_ray_app.py.
+to take over are in tests/ray.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def test_everything_that_can_be_killed(up: Up, checkpoint: Path) -> None:
         for event in events:
             ids += event.ids if isinstance(event, Tokens) else ()
         assert isinstance(event, Finish) and tuple(ids) == expected
-        until(lambda: (found := up.find(CONTROLLER)) is not None and found.pid != old.pid)
+        # Its start can take both cores for longer than a lease: workers may be out for a moment.
+        until(lambda: (found := up.find(CONTROLLER)) is not None and found.pid != old.pid and ready(client))
 
         # The only decode worker: its stream ends in bounded time, and the new controller replaces it.
         events, _ = begin(client, ENDLESS)
