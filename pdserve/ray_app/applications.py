@@ -19,6 +19,9 @@ from pdserve.registry.records import DECODE, PREFILL
 from router.settings import RouterSettings
 
 STOP_S = 20.0  # for what a replica does after its grace period, a step that hangs included
+STARTS = 2
+"""What fails at start (a model that cannot be read, a port in use) fails again. One more, because Serve also counts
+a replica that dies while a new controller takes it over, and would never replace it."""
 _POLICY = "pdserve.cluster.serve_policy:ServePolicy"
 _LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
@@ -76,8 +79,7 @@ def application(config: Config, pool: Pool, generation: str = "", initial: int =
             **({"resources": dict(pool.resources)} if pool.resources else {}),
         },
         graceful_shutdown_timeout_s=pool.grace_s + STOP_S,
-        # What fails once at start (a model that cannot be read, a port in use) fails again.
-        max_constructor_retry_count=1,
+        max_constructor_retry_count=STARTS,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         logging_config=_LOGGING,
@@ -104,7 +106,7 @@ def router_application(config: Config) -> serve.Application:
         max_replicas_per_node=1,
         ray_actor_options={"num_cpus": config.pools.router_cpus},
         graceful_shutdown_timeout_s=config.router.grace_s + STOP_S,
-        max_constructor_retry_count=1,
+        max_constructor_retry_count=STARTS,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         logging_config=_LOGGING,
