@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 MINUTES ?= 10
+TESTS_AT_ONCE ?= 2
 PACKAGES := pdserve cache_transfer prefill_worker decode_worker router
 STUBS := -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(wildcard proto/pdserve/v1/*.proto)
 
@@ -16,7 +17,10 @@ demo: $(VENV)/.runtime  ## one prefill and one decode worker on a local Ray answ
 	$(BIN)/pdserve demo
 
 test: $(VENV)/.dev  ## every test, slow ones and a real Redis included
-	$(BIN)/python -m pytest
+	@failed=0; \
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile -m "not alone" || failed=1; \
+	$(BIN)/python -m pytest -m alone || failed=1; \
+	exit $$failed
 
 faults: $(VENV)/.dev  ## break every part of a real installation at every step, and print the figures
 	$(BIN)/python -m tests.e2e.faults --json faults.json
