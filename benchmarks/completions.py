@@ -54,6 +54,8 @@ class Outcome:
     """When an event with tokens came, and how many it had."""
     error: str = ""
     """Why it failed; tokens that came before stay in `arrivals`."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """The last attempt in pdserve's own account, where that was asked for."""
 
     @property
     def tokens(self) -> int:
@@ -117,6 +119,8 @@ def _take(outcome: Outcome, data: bytes) -> None:
     event = json.loads(data)
     if "error" in event:
         raise StreamError(json.dumps(event["error"]))
+    if history := event.get("pdserve_record", {}).get("history"):
+        outcome.record = history[-1]
     for choice in event["choices"]:
         ids = choice.get("token_ids")
         if ids:

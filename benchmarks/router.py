@@ -22,12 +22,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.report import Figure, make_parser, report
-from benchmarks.stub_workers import CONTRACT, serve_stubs
+from benchmarks.stub_workers import CONTRACT, Stubs
 from cache_transfer.wire import contract_to_proto
 from pdserve.request import SamplingParams
 from pdserve.rpc.channel import channel
 from pdserve.rpc.convert import sampling_to_proto
-from pdserve.rpc.server import Server
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 from router.app import Router
 from router.settings import RouterSettings
@@ -96,10 +95,11 @@ async def _serve_router(pipe: Connection, max_active: int) -> None:
 
 
 async def _serve_stubs(pipe: Connection, address: str, pairs: int) -> None:
-    servers: list[Server] = await serve_stubs(address, pairs)
-    pipe.send(servers[1].address)  # a decode worker's
+    stubs = Stubs()
+    await stubs.start(address, pairs)
+    pipe.send(stubs.addresses[1])  # a decode worker's
     await _answer(pipe)
-    await asyncio.gather(*(server.stop() for server in servers))
+    await stubs.stop()
 
 
 async def _answer(pipe: Connection) -> None:

@@ -1,6 +1,6 @@
 """Serving under load, against vLLM: two seeded workloads over HTTP, all systems on the same two cores.
 
-    a    pdserve disaggregated: one prefill and one decode worker, one thread each (Poisson: placement `auto`)
+    a    pdserve disaggregated, placement `auto`: a prefill and a decode worker with one core and one thread each
     b    pdserve in one process: a decode worker with two threads that computes its prompts itself
     c    vLLM, one server, two threads;   c256: the same with a budget of 256 tokens a step
     d    vLLM's own disaggregation over NIXL: two servers with one thread each
@@ -10,8 +10,10 @@ prompt of 1,800 tokens arrives every four seconds. Poisson: requests of 128, 512
 out at random times. Goodput counts the requests whose time to first token is within 2.5 s and whose mean time
 between tokens is within 100 ms.
 
-Routers and this load generator run on the same cores. Systems run one after the other: choose with --systems and
---only what shall be compared in one call. Goals are of system a, and need the systems that they name.
+Routers and this load generator run on the same two cores; beside a they have those of its decode worker. Systems run
+one after the other. An hour is long: with --keep FOLDER each run is kept, and the figures are of all runs in it, so
+that --only, --systems, --rates and --seeds can cut one measurement into parts. Goals are of system a, and need the
+systems that they name.
 """
 
 from __future__ import annotations
@@ -23,87 +25,86 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from benchmarks.checkpoints import tiny_checkpoint
 from benchmarks.report import Figure, make_parser, report
-from benchmarks.serving_goals import interference_goals, poisson_goals
-from benchmarks.systems import NotAvailable, System, run_until_done, start_pdserve, start_vllm
-from benchmarks.workloads import IDS, Interference, Phase, Poisson, arrive, goodput, interfere, make_ask, spread
+from benchmarks.serving_bounds import bounds
+from benchmarks.serving_figures import LABELS, figures_of
+from benchmarks.serving_runs import Run, keep, kept
+from benchmarks.systems import NotAvailable, System, on_cores, run_until_done, start_pdserve, start_vllm
+from benchmarks.workloads import IDS, Interference, Phase, Poisson, arrive, interfere, make_ask
 
-CORES = 2
 QUICK_IDS = range(1, 500)
 RATES = (0.3, 0.6, 1.0)
-LABELS = {
-    "a": "pdserve, disaggregated",
-    "b": "pdserve, one process",
-    "c": "vLLM, one server",
-    "c256": "vLLM, one server, 256-token budget",
-    "d": "vLLM P/D over NIXL",
+SEEDS = (1, 2, 3)
+SECTIONS = ("engine", "router", "decode", "prefill")
+
+TUNED: Mapping[tuple[str, str], Mapping[str, str]] = {
+    ("a", "interference"): {"decode.step_ms": "32"},
+    ("a", "poisson"): {"decode.step_ms": "80"},
+    ("b", "interference"): {"decode.step_ms": "90"},
+    ("b", "poisson"): {"decode.step_ms": "90"},
 }
-
-ENGINE = """
-[model]
-path = "{model}"
-name = "smollm2"
-[engine]
-dtype = "bf16"
-pages = 5600
-threads = {threads}
-{engine}
-[router]
-disaggregate = "{placement}"
-{router}
-[decode]
-{decode}
-[prefill]
-{prefill}
-"""
+"""What our two systems are told besides the defaults: the longest step that streams wait for, found by trying
+(docs/performance-log.md); for a by the goal of each workload, for b by its goodput."""
 
 
-def config(options: argparse.Namespace, threads: int, placement: str) -> str:
+def settings(options: argparse.Namespace, system: str, workload: str) -> dict[str, str]:
+    """section.key -> value in TOML; --engine and its like go before what was tuned."""
+    made = dict(TUNED.get((system, workload), {}))
+    for section in SECTIONS:
+        pairs = (pair.split("=", 1) for pair in getattr(options, section).split(",") if pair)
+        made.update((f"{section}.{name.strip()}", value.strip()) for name, value in pairs)
+    return made
+
+
+def config(model: str, threads: int, placement: str, more: Mapping[str, str]) -> str:
     """A pdserve.toml. A page pool of 2 GiB, as vLLM has here."""
-    extra = {
-        section: getattr(options, section).replace(",", "\n") for section in ("engine", "router", "decode", "prefill")
+    sections = {
+        "model": {"path": f'"{model}"', "name": '"smollm2"'},
+        "engine": {"dtype": '"bf16"', "pages": "5600", "threads": str(threads)},
+        "router": {"disaggregate": f'"{placement}"'},
+        "decode": {},
+        "prefill": {},
     }
-    return ENGINE.format(model=options.model, threads=threads, placement=placement, **extra)
+    for name, value in more.items():
+        section, key = name.split(".", 1)
+        sections[section][key] = value
+    lines = [[f"[{name}]", *(f"{key} = {value}" for key, value in keys.items())] for name, keys in sections.items()]
+    return "\n".join(line for section in lines for line in section) + "\n"
 
 
-def starters(options: argparse.Namespace, workload: str) -> Mapping[str, Callable[[], Awaitable[System]]]:
-    placement = options.placement or ("auto" if workload == "poisson" else "always")
+def starter(options: argparse.Namespace, name: str, workload: str) -> Callable[[], Awaitable[System]]:
+    more = settings(options, name, workload)
+    first, *others = options.cores
+    one_each = {"prefill": others or [first], "decode": [first]}
     return {
-        "a": partial(start_pdserve, "a", config(options, 1, placement), prefill=True),
-        "b": partial(start_pdserve, "b", config(options, CORES, "never"), prefill=False),
-        "c": partial(start_vllm, "c", [], CORES),
-        "c256": partial(start_vllm, "c256", ["--max-num-batched-tokens", 256], CORES),
+        "a": partial(start_pdserve, "a", config(options.model, 1, options.placement, more), one_each),
+        "b": partial(start_pdserve, "b", config(options.model, len(options.cores), "never", more),
+                     {"decode": options.cores}),
+        "c": partial(start_vllm, "c", [], len(options.cores)),
+        "c256": partial(start_vllm, "c256", ["--max-num-batched-tokens", 256], len(options.cores)),
         "d": partial(start_vllm, "d", [], 1, disaggregated=True),
-    }
+    }[name]  # fmt: skip
 
 
-Phases = dict[str, tuple[Phase, ...]]
-
-
-async def load(
-    options: argparse.Namespace, workload: str, run: Callable[[System], Awaitable[tuple[Phase, ...]]]
-) -> Phases:
-    """Runs the workload on each system in turn; those that cannot be had are left out, with the reason."""
-    found: Phases = {}
-    for name in options.systems:
-        began = time.monotonic()
-        try:
-            system = await starters(options, workload)[name]()
-        except NotAvailable as error:
-            print(f"{LABELS[name]}: {error}", file=sys.stderr)
-            continue
-        try:
+@asynccontextmanager
+async def serving(options: argparse.Namespace, name: str, workload: str) -> AsyncIterator[System]:
+    """The system, ready and warm; raises NotAvailable. This process shares the cores of a's decode worker."""
+    began = time.monotonic()
+    system = await starter(options, name, workload)()
+    try:
+        with on_cores(options.cores[:1] if name == "a" else options.cores):
             await warm_up(system, options.quick)
             print(f"{LABELS[name]}: ready and warm after {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-            found[name] = await watched(system, run)
-        finally:
-            await system.processes.stop()
-    return found
+            yield system
+    finally:
+        await system.processes.stop()
 
 
 async def warm_up(system: System, quick: bool) -> None:
@@ -116,117 +117,113 @@ async def warm_up(system: System, quick: bool) -> None:
     await asyncio.gather(*(system.send(make_ask("warm", (64, 24), seeded, ids)) for _ in range(6)))
 
 
-async def watched(system: System, run: Callable[[System], Awaitable[tuple[Phase, ...]]]) -> tuple[Phase, ...]:
-    """Runs it, and says what processor time each process and this one took."""
+async def watched(system: System, work: Awaitable[tuple[Phase, ...]]) -> tuple[tuple[Phase, ...], dict[str, float]]:
+    """The phases, and the processor time that each process and this one took, in cores."""
     before, own, began = system.processes.cpu_seconds(), time.process_time(), time.monotonic()
-    phases = await run(system)
+    phases = await work
     wall = time.monotonic() - began
-    shares = {name: (at - before[name]) / wall for name, at in system.processes.cpu_seconds().items()}
-    shares["load generator"] = (time.process_time() - own) / wall
-    told = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+    cores = {name: (at - before[name]) / wall for name, at in system.processes.cpu_seconds().items()}
+    cores["load generator"] = (time.process_time() - own) / wall
+    told = ", ".join(f"{name} {share:.2f}" for name, share in cores.items())
     print(f"{LABELS[system.name]}: processor time in cores: {told}", file=sys.stderr, flush=True)
     system.processes.check()
-    for outcome in [outcome for phase in phases[-1:] for outcome in phase.failures][:3]:
+    for outcome in phases[-1].failures[:3]:
         print(f"{LABELS[system.name]}: a {outcome.ask.kind} request failed: {outcome.error}", file=sys.stderr)
-    return phases
+    return phases, cores
 
 
-async def interference(options: argparse.Namespace) -> list[Figure]:
+async def interference(options: argparse.Namespace, system: System) -> AsyncIterator[Run]:
     plan = Interference(seed=options.seed)
     if options.quick:
         plan = Interference(2.0, 1.0, 2, steady=(16, 16), long=(200, 4), every_s=1.0, ids=QUICK_IDS)
-    found = await load(options, "interference", lambda system: interfere(system.send, plan))
-    figures = []
-    for name, (idle, busy) in found.items():
-        figures += told(f"interference, {LABELS[name]}", busy, "steady")
-        figures += told(f"interference, {LABELS[name]}, long prompts", busy, "long", gaps=False)
-        alone = spread(idle.gaps("steady"))
-        if alone:
-            title = f"interference, {LABELS[name]}: inter-token p99 before the long prompts"
-            figures.append(Figure(title, 1000 * alone["p99"], "ms"))
-        figures.append(Figure(f"interference, {LABELS[name]}: tokens per second", busy.tokens_per_s, "tokens/s"))
-        figures.append(Figure(f"interference, {LABELS[name]}: failed requests", len(busy.failures), "requests"))
-    return figures + interference_goals(found)
+    phases, cores = await watched(system, interfere(system.send, plan))
+    yield Run("interference", system.name, plan.seed, phases, cores=cores)
 
 
-def told(title: str, phase: Phase, kind: str, gaps: bool = True) -> list[Figure]:
-    """Percentiles of the time to first token and of the time between tokens."""
-    figures = [Figure(f"{title}: TTFT {name}", value, "s") for name, value in spread(phase.first_tokens(kind)).items()]
-    if gaps:
-        found = spread(phase.gaps(kind)).items()
-        figures += [Figure(f"{title}: inter-token {name}", 1000 * value, "ms") for name, value in found]
-    return figures
-
-
-async def poisson(options: argparse.Namespace) -> list[Figure]:
-    plans = [[Poisson(rate, options.seconds, seed) for seed in range(1, options.seeds + 1)] for rate in options.rates]
+async def poisson(options: argparse.Namespace, system: System) -> AsyncIterator[Run]:
+    plans = [Poisson(rate, options.seconds, seed) for rate in options.rates for seed in options.seeds]
     if options.quick:
-        plans = [[Poisson(2.0, 2.0, 1, (32, 64), (4, 8), ids=QUICK_IDS)]]
+        plans = [Poisson(2.0, 2.0, 1, (32, 64), (4, 8), ids=QUICK_IDS)]
 
-    async def run(system: System) -> tuple[Phase, ...]:
-        return tuple([await arrive(system.send, plan) for same in plans for plan in same])
+    async def run(plan: Poisson) -> tuple[Phase, ...]:
+        return (await arrive(system.send, plan),)
 
-    found = await load(options, "poisson", run)
-    figures: list[Figure] = []
-    rated: dict[float, dict[str, float]] = {}
-    for name, phases in found.items():
-        left = iter(phases)
-        for same in plans:
-            own = [next(left) for _ in same]
-            title = f"Poisson {same[0].rate:g}/s, {LABELS[name]}"
-            rated.setdefault(same[0].rate, {})[name] = goodput(own, same[0])
-            merged = Phase(tuple(o for phase in own for o in phase.outcomes), own[0].begin, own[-1].end)
-            figures += told(title, merged, "poisson")
-            figures.append(Figure(f"{title}: failed requests", len(merged.failures), "requests"))
-    return figures + poisson_goals(rated, LABELS)
+    for plan in plans:
+        phases, cores = await watched(system, run(plan))
+        yield Run("poisson", system.name, plan.seed, phases, plan.rate, cores)
+
+
+WORKLOADS = {"interference": interference, "poisson": poisson}
+
+
+async def measure(options: argparse.Namespace) -> list[Run]:
+    """Every system under every workload; those that cannot be had are left out, with the reason."""
+    runs = []
+    for workload in [options.only] if options.only else WORKLOADS:
+        for name in options.systems:
+            told = ", ".join(f"{key} = {value}" for key, value in settings(options, name, workload).items())
+            try:
+                async with serving(options, name, workload) as system:
+                    async for run in WORKLOADS[workload](options, system):
+                        run = replace(run, settings=told if name in ("a", "b") else "")
+                        runs.append(run)
+                        if options.keep:
+                            keep(options.keep, run)
+            except NotAvailable as error:
+                print(f"{LABELS[name]}: {error}", file=sys.stderr)
+    return runs
 
 
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     names = ", ".join(LABELS)
-    parser.add_argument(
-        "--only", choices=("interference", "poisson"), help="one workload (default: both; --quick: interference)"
-    )
-    parser.add_argument("--systems", type=_listed, metavar="NAMES", help=f"of: {names}; --quick: a")
-    parser.add_argument("--rates", type=lambda text: [float(part) for part in text.split(",")], default=RATES)
-    parser.add_argument("--seeds", type=int, default=3, help="Poisson runs at each rate")
+    parser.add_argument("--only", choices=WORKLOADS, help="one workload (default: both; --quick: interference)")
+    parser.add_argument("--systems", type=_listed, metavar="NAMES", help=f"of: {names}, or none; --quick: a")
+    parser.add_argument("--rates", type=_numbers(float), default=RATES, help="of Poisson runs, per second")
+    parser.add_argument("--seeds", type=_numbers(int), default=SEEDS, help="one Poisson run at each rate for each")
     parser.add_argument("--seed", type=int, default=1, help="of the interference workload")
     parser.add_argument("--seconds", type=float, default=60.0, help="of one Poisson run")
     parser.add_argument("--model", default="smollm2", help="checkpoint that pdserve serves")
-    parser.add_argument("--placement", choices=("always", "auto"), help="of system a, if not the workload's own")
-    for section in ("engine", "router", "prefill", "decode"):
+    parser.add_argument("--placement", choices=("always", "auto"), help="of system a (default: auto; --quick: always)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep each run here, report all that are here")
+    for section in SECTIONS:
         parser.add_argument(f"--{section}", default="", metavar="KEY=VALUE,...", help=f"more keys of [{section}]")
     options = parser.parse_args()
-    options.systems = options.systems or (["a"] if options.quick else list(LABELS))
+    if options.systems is None:
+        options.systems = ["a"] if options.quick else list(LABELS)
+    options.placement = options.placement or ("always" if options.quick else "auto")
     options.only = options.only or ("interference" if options.quick else None)
+    options.cores = sorted(os.sched_getaffinity(0))[:2]
     return options
 
 
+def _numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
 def _listed(text: str) -> list[str]:
-    names = text.split(",")
+    names = [] if text == "none" else text.split(",")
     unknown = set(names) - LABELS.keys()
     if unknown:
         raise argparse.ArgumentTypeError(f"no such system: {', '.join(sorted(unknown))}")
     return names
 
 
-async def measure(options: argparse.Namespace) -> list[Figure]:
-    figures: list[Figure] = []
-    for name, workload in (("interference", interference), ("poisson", poisson)):
-        if options.only in (None, name):
-            figures += await workload(options)
-    return figures
+def made(options: argparse.Namespace) -> list[Figure]:
+    os.sched_setaffinity(0, options.cores)
+    runs: Sequence[Run] = run_until_done(measure(options))
+    figures = figures_of(kept(options.keep) if options.keep else runs)
+    return figures if options.quick else figures + bounds(options.model)
 
 
 def main() -> None:
     options = parse()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     if options.quick:
         with tempfile.TemporaryDirectory() as folder:
             options.model = tiny_checkpoint(Path(folder))
-            figures = run_until_done(measure(options))
+            figures = made(options)
     else:
-        figures = run_until_done(measure(options))
+        figures = made(options)
     report(figures, options.json)
 
 

@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,9 @@ from cache_transfer.contract import (
 )
 from cache_transfer.wire import contract_to_proto, identity_to_proto, ticket_to_proto
 from pdserve.registry.client import RpcRegistry
+from pdserve.registry.heartbeat import Heartbeat
 from pdserve.registry.records import DECODE, PREFILL, READY, Load, WorkerRecord
+from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.convert import finish_to_proto, tokens_to_proto
 from pdserve.rpc.events import LENGTH, Finish, TokenBatch, Usage
 from pdserve.rpc.server import Server
@@ -34,7 +37,7 @@ from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grp
 
 MODEL = "stub"
 LAYERS = 30  # as many planes to compare as a real small model has
-LEASE_S = 3600.0
+SETTINGS = RegistrySettings(timeout_s=10.0)
 
 CONTRACT = WorkerContract(
     model_digest=bytes(32),
@@ -92,22 +95,37 @@ class StubDecode(decode_pb2_grpc.DecodeServicer):
         )
 
 
-async def serve_stubs(router: str, pairs: int) -> list[Server]:
-    """Starts `pairs` workers of each role, each on a port of its own, and registers them for an hour."""
-    registry = RpcRegistry(router, timeout_s=10.0)
-    servers = []
-    for number in range(pairs):
-        for role in (PREFILL, DECODE):
-            server = Server()
-            if role == PREFILL:
-                server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, StubPrefill())
-            else:
-                server.add(decode_pb2_grpc.add_DecodeServicer_to_server, StubDecode())
-            address = await server.start()
-            servers.append(server)
-            await registry.register(_record(f"{role}-{number}", role, address))
-    await registry.close()
-    return servers
+class Stubs:
+    """Workers that serve and report as real ones do: each with a port, a connection and heartbeats of its own."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []  # a prefill worker's, a decode worker's, and so on
+        self._stack = AsyncExitStack()
+
+    async def start(self, router: str, pairs: int) -> None:
+        """Starts `pairs` workers of each role, and registers them with the router's registry."""
+        for number in range(pairs):
+            for role in (PREFILL, DECODE):
+                address = await self._serve(role)
+                self.addresses.append(address)
+                registry = RpcRegistry(router, timeout_s=10.0)
+                self._stack.push_async_callback(registry.close)
+                record = _record(f"{role}-{number}", role, address)
+                heartbeat = Heartbeat(registry, lambda record=record: record, SETTINGS)  # type: ignore[misc]
+                await heartbeat.start()
+                self._stack.push_async_callback(heartbeat.stop)
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    async def _serve(self, role: str) -> str:
+        server = Server()
+        if role == PREFILL:
+            server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, StubPrefill())
+        else:
+            server.add(decode_pb2_grpc.add_DecodeServicer_to_server, StubDecode())
+        self._stack.push_async_callback(server.stop)
+        return await server.start()
 
 
 def _record(worker_id: str, role: str, address: str) -> WorkerRecord:
@@ -122,5 +140,5 @@ def _record(worker_id: str, role: str, address: str) -> WorkerRecord:
         transfer=endpoint if role == DECODE else (),
         contract=CONTRACT,
         load=Load(pages_total=1 << 16, waiting_limit=1 << 16),
-        lease_s=LEASE_S,
+        lease_s=SETTINGS.lease_s,
     )

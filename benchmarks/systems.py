@@ -14,8 +14,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,10 +116,12 @@ class System:
     processes: Processes
     transfers: bool = False
     """The first target prefills, the second pulls its cache (vLLM's disaggregation)."""
+    records: bool = False
+    """It tells how it placed a request, when asked."""
 
     async def send(self, ask: Ask) -> Outcome:
         if not self.transfers:
-            return await stream(self.targets[0], ask)
+            return await stream(self.targets[0], ask, **({"pdserve_record": True} if self.records else {}))
         return await _disaggregated(self.targets[0], self.targets[1], ask)
 
 
@@ -135,24 +137,31 @@ async def _disaggregated(prefill: Target, decode: Target, ask: Ask) -> Outcome:
     return await stream(decode, ask, sent, kv_transfer_params=answer.get("kv_transfer_params"))
 
 
-async def start_pdserve(name: str, config: str, prefill: bool) -> System:
-    """Router and workers with one configuration; without a prefill worker, decode does it all."""
+async def start_pdserve(name: str, config: str, cores: Mapping[str, Sequence[int]]) -> System:
+    """Router and workers with one configuration; without a prefill worker, decode does it all.
+
+    Args:
+        cores: worker (prefill, decode) -> the cores it may use. The router, and this process, may use decode's.
+    """
     processes = Processes()
     try:
         file = processes.folder / "pdserve.toml"
         file.write_text(config)
         python = sys.executable
-        await processes.start("router", [python, "-m", "router", "--config", file, "--http-port", 0, "--port", 0])
+        router = [python, "-m", "router", "--config", file, "--http-port", 0, "--port", 0]
+        with on_cores(cores["decode"]):
+            await processes.start("router", router)
         ready = await processes.prints("router", r"router ready: grpc (\S+) http http://([^:]+):(\d+)")
         common = ["--config", file, "--registry", f"grpc://{ready[1]}"]
-        for kind in ("prefill", "decode") if prefill else ("decode",):
-            await processes.start(kind, [python, "-m", f"{kind}_worker", *common])
+        for kind, own in cores.items():
+            with on_cores(own):
+                await processes.start(kind, [python, "-m", f"{kind}_worker", *common])
         target = Target(ready[2], int(ready[3]), "smollm2")
         await processes.answers(target, "/readyz")
     except BaseException:
         await processes.stop()
         raise
-    return System(name, [target], processes)
+    return System(name, [target], processes, records=True)
 
 
 async def start_vllm(name: str, arguments: Sequence[object], threads: int, disaggregated: bool = False) -> System:
@@ -205,6 +214,17 @@ def run_until_done(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(watched())
     except asyncio.CancelledError:
         raise SystemExit(128 + signal.SIGTERM) from None
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Processes that are started within it may use these cores only; afterwards this thread has those it had."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 async def _is_ok(target: Target, path: str) -> bool:

@@ -5,10 +5,11 @@ Standard library only: the router imports this and must start without torch.
 VERSION bumps when a reader of the old version could misread a cache of the new one: a
 must-equal field added, removed or given another meaning; another canonical encoding;
 another canonical payload order. It does not bump for a new informational field, nor for a
-permission whose absence refuses, such as `allow_lossy`.
+permission whose absence refuses, such as `allow_lossy`, nor for a must-equal field that only contracts have which need
+it: whoever does not know it computes another contract digest, and refuses.
 
 History:
-    1  first version; later `allow_lossy` (absent: no).
+    1  first version; later `allow_lossy` (absent: no); later `layer_positions` (absent: `positions` in every layer).
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class WorkerContract:
     activation_dtype: str
     allow_lossy: bool = False  # its operator lets it hand over or take with loss
     context_limit: int = 0
+    layer_positions: tuple[PositionScheme, ...] = ()  # per layer, where layers differ; (): `positions` everywhere
     info: Mapping[str, str] = field(default_factory=dict)
     version: int = VERSION
 
@@ -180,8 +182,9 @@ def diff(left: WorkerContract, right: WorkerContract) -> tuple[FieldDifference, 
     names the layer: PLANES[3].k.heads.
     """
     order = (MUST_EQUAL, LOSSY, CONVERTIBLE, INFORMATIONAL)
-    a = {name: (value, kind) for name, value, kind in _flatten(left)}
-    b = {name: (value, kind) for name, value, kind in _flatten(right)}
+    planes = left.planes != right.planes  # most of the rows, and nearly always equal
+    a = {name: (value, kind) for name, value, kind in _flatten(left, planes)}
+    b = {name: (value, kind) for name, value, kind in _flatten(right, planes)}
     found = []
     for name in {**a, **b}:
         x, kind = a.get(name, (None, MUST_EQUAL))
@@ -244,19 +247,20 @@ def check_identity(expected: HandoffIdentity, got: HandoffIdentity) -> None:
         )
 
 
-def _flatten(contract: WorkerContract) -> list[tuple[str, object, str]]:
-    """(stable name, value, class) of every comparable field."""
+def _flatten(contract: WorkerContract, planes: bool = True) -> list[tuple[str, object, str]]:
+    """(stable name, value, class) of every comparable field; without those of the layers' planes unless `planes`."""
     c = contract
     rows: list[tuple[str, object, str]] = [
         ("CONTRACT_VERSION", c.version, MUST_EQUAL),
         ("MODEL_DIGEST", c.model_digest, MUST_EQUAL),
     ]
     rows += [(f"POSITION_SCHEME.{f.name}", getattr(c.positions, f.name), MUST_EQUAL) for f in fields(PositionScheme)]
+    rows += [(f"LAYER_POSITIONS[{i}]", _values(scheme), MUST_EQUAL) for i, scheme in enumerate(c.layer_positions)]
     rows += [(f"ATTENTION.{f.name}", getattr(c.attention, f.name), MUST_EQUAL) for f in fields(AttentionScheme)]
     rows.append(("LAYERS", len(c.planes), MUST_EQUAL))
-    for layer, planes in enumerate(c.planes):
-        rows.append((f"PLANES[{layer}]", tuple(p.name for p in planes), MUST_EQUAL))
-        for plane in planes:
+    for layer, found in enumerate(c.planes if planes else ()):
+        rows.append((f"PLANES[{layer}]", tuple(p.name for p in found), MUST_EQUAL))
+        for plane in found:
             rows.append((f"PLANES[{layer}].{plane.name}.heads", plane.heads, MUST_EQUAL))
             rows.append((f"PLANES[{layer}].{plane.name}.head_dim", plane.head_dim, MUST_EQUAL))
     rows += [
@@ -271,6 +275,10 @@ def _flatten(contract: WorkerContract) -> list[tuple[str, object, str]]:
     ]
     rows += [(f"INFO.{name}", c.info[name], INFORMATIONAL) for name in sorted(c.info)]
     return rows
+
+
+def _values(scheme: PositionScheme) -> tuple[object, ...]:
+    return tuple(getattr(scheme, f.name) for f in fields(scheme))
 
 
 def _named(differences: tuple[FieldDifference, ...]) -> str:

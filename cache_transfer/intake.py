@@ -14,7 +14,18 @@ from cache_transfer.checks import accept_frame, check_commit
 from cache_transfer.codec import Coverage
 from cache_transfer.contract import WorkerContract
 from cache_transfer.digests import Manifest
-from cache_transfer.messages import Commit, Frame, Grant, Logits, Release, Response, SharedFrames, SharedMemory
+from cache_transfer.messages import (
+    MAX_FRAMES,
+    Commit,
+    Frame,
+    Frames,
+    Grant,
+    Logits,
+    Release,
+    Response,
+    SharedFrames,
+    SharedMemory,
+)
 from cache_transfer.pages import PageSink
 from cache_transfer.refusals import out_of_order, sender_gone
 from cache_transfer.shared import open_offered
@@ -52,9 +63,9 @@ class Intake:
         self._written = self._told = 0  # frames
         self._telling: asyncio.Task[None] | None = None
         self._drained = False
-        self.grant = Grant(claim.start, claim.end, max_payload_bytes, self._shared is not None)
+        self.grant = Grant(claim.start, claim.end, max_payload_bytes, self._shared is not None, MAX_FRAMES)
 
-    async def take(self, message: Frame | SharedFrames) -> None:
+    async def take(self, message: Frame | Frames | SharedFrames) -> None:
         """Accepts frames that may come next, and waits while too many are not yet written.
 
         Raises PdserveError for the first that is wrong, or was when it was written.

@@ -7,11 +7,12 @@ way; two at most). The receiver runs as a task of its own, as it would behind a 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from cache_transfer.digests import frame_digest
-from cache_transfer.messages import Frame, Outgoing, PackedFrame, Request, Response, SharedFrame
+from cache_transfer.messages import Frame, Frames, Outgoing, PackedFrames, Request, Response, SharedFrames
 from cache_transfer.receiver import Receiver
-from cache_transfer.transport import Fill, PushStream
+from cache_transfer.transport import PushStream, Unpacked
 from cache_transfer.waiting import settle
 from pdserve.errors import DataLoss, DeadlineExceeded, Internal, PdserveError
 
@@ -25,11 +26,15 @@ class MemoryTransport:
         self._receiver = receiver
         self.shares_memory = shares_memory
 
-    def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
-        payload = memoryview(bytearray(payload_bytes))
-        fill(payload)
-        digest = frame_digest(secret, header, payload)
-        return PackedFrame(Frame(memoryview(header), payload.toreadonly(), digest), payload_bytes, digest)
+    def pack(self, frames: Sequence[Unpacked], secret: bytes) -> PackedFrames:
+        made: list[Frame] = []
+        for each in frames:
+            payload = memoryview(bytearray(each.payload_bytes))
+            each.fill(payload)
+            digest = frame_digest(secret, each.header, payload)
+            made.append(Frame(memoryview(each.header), payload.toreadonly(), digest))
+        data = made[0] if len(made) == 1 else Frames(tuple(made))
+        return PackedFrames(data, tuple((each.digest, each.size) for each in made))
 
     def open(self, deadline_s: float) -> PushStream:
         return _MemoryStream(self._receiver, deadline_s)
@@ -60,8 +65,8 @@ class _MemoryStream:
             raise DeadlineExceeded("the stream's deadline has passed") from None
 
     async def send(self, message: Outgoing) -> None:
-        request = message.data if isinstance(message, PackedFrame) else message
-        if isinstance(request, (bytes, SharedFrame)):
+        request = message.data if isinstance(message, PackedFrames) else message
+        if isinstance(request, (bytes, SharedFrames)):
             raise Internal("a frame was packed for another transport")
         await self._put(request)
 

@@ -1,6 +1,6 @@
 """What travels on one Push stream, as plain values. `push.py` turns them into bytes and back.
 
-sender    PushOpening, (PackedFrame | SharedFrames)*, Logits, Commit
+sender    PushOpening, PackedFrames*, Logits, Commit
 receiver  Grant, Release*, Ack
 """
 
@@ -13,6 +13,7 @@ from cache_transfer.pages import Range
 
 INTEGRITY = "blake3-keyed"
 MAX_PAYLOAD_BYTES = 1 << 20  # of one frame
+MAX_FRAMES = 64  # of one message
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,13 @@ class Frame:
 
 
 @dataclass(frozen=True)
+class Frames:
+    """Consecutive frames in one message; at least one, at most MAX_FRAMES."""
+
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
 class SharedFrame:
     """A frame whose payload lies in the sender's memory."""
 
@@ -83,12 +91,11 @@ class SharedFrames:
 
 
 @dataclass(frozen=True)
-class PackedFrame:
-    """A frame in the form its transport sends."""
+class PackedFrames:
+    """One message with consecutive frames, in the form its transport sends."""
 
-    data: bytes | Frame | SharedFrame
-    payload_bytes: int
-    digest: bytes
+    data: bytes | Frame | Frames | SharedFrames
+    frames: tuple[tuple[bytes, int], ...]  # digest and payload bytes of each
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,7 @@ class Grant:
     end: int
     max_payload_bytes: int
     shared: bool = False  # the offered memory will be read
+    max_frames: int = 1  # in one message
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,6 @@ class Ack:
     payload_bytes: int
 
 
-Request = PushOpening | Frame | SharedFrames | Logits | Commit
-Outgoing = PushOpening | PackedFrame | SharedFrames | Logits | Commit
+Request = PushOpening | Frame | Frames | SharedFrames | Logits | Commit
+Outgoing = PushOpening | PackedFrames | Logits | Commit
 Response = Grant | Release | Ack

@@ -35,6 +35,12 @@ class Outbox:
         return min(max_payload_bytes, rows * self._item_bytes * (self._end - self._start))
 
     @property
+    def whole_bytes(self) -> int:
+        """Payload bytes of all frames together."""
+        rows = sum(plane.heads * plane.head_dim for planes in self._contract.planes for plane in planes)
+        return rows * self._item_bytes * (self._end - self._start)
+
+    @property
     def done(self) -> bool:
         """Whether every frame was taken."""
         return not self._frames and all(token == self._end for token in self._planned)

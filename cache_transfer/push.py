@@ -13,13 +13,15 @@ from google.protobuf.message import DecodeError
 
 from cache_transfer.digests import DIGEST_BYTES
 from cache_transfer.messages import (
+    MAX_FRAMES,
     Ack,
     Commit,
     Frame,
+    Frames,
     Grant,
     Logits,
     Outgoing,
-    PackedFrame,
+    PackedFrames,
     PushOpening,
     Release,
     Request,
@@ -33,15 +35,18 @@ from cache_transfer.wire import (
     contract_to_proto,
     identity_from_proto,
     identity_to_proto,
+    known_contract,
 )
 from pdserve.errors import InvalidRequest
 from pdserve.v1 import transfer_pb2 as pb
 
 # A protobuf tag is (field number << 3) | wire type; all fields here are length-delimited (2).
-_FRAME_TAG = 2 << 3 | 2
+_FRAME_TAG, _FRAMES_TAG = 2 << 3 | 2, 6 << 3 | 2
+_ONE_OF_FRAMES_TAG = 1 << 3 | 2
 _FIELD_TAGS = (1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)  # Frame.header, payload, digest
 _ONEOF = {1 << 3 | 2: "open", 3 << 3 | 2: "logits", 4 << 3 | 2: "commit", 5 << 3 | 2: "shared"}
 _MAX_VARINT_BYTES = 5
+_SMALL_BYTES = 64 << 10  # the contract of a larger opening is read anew each time
 
 
 def decode_frame(data: bytes) -> Frame:
@@ -49,11 +54,32 @@ def decode_frame(data: bytes) -> Frame:
 
     Raises InvalidRequest (MALFORMED_MESSAGE).
     """
-    view = memoryview(data)
-    length, at = _length(view, 0, _FRAME_TAG)
+    return _frame(_whole(memoryview(data), _FRAME_TAG))
+
+
+def decode_frames(data: bytes) -> Frames:
+    """The bytes of PushRequest{frames}, as `decode_frame`."""
+    view, at = _whole(memoryview(data), _FRAMES_TAG), 0
+    found: list[Frame] = []
+    while at < len(view) and len(found) < MAX_FRAMES:
+        size, at = _length(view, at, _ONE_OF_FRAMES_TAG)
+        found.append(_frame(view[at : at + size]))
+        at += size
+    if at != len(view) or not found:
+        raise _malformed(f"not 1 to {MAX_FRAMES} frames in {len(view)} bytes")
+    return Frames(tuple(found))
+
+
+def _whole(view: memoryview, tag: int) -> memoryview:
+    """The body of a message that has this one field and nothing else."""
+    length, at = _length(view, 0, tag)
     if at + length != len(view):
-        raise _malformed(f"a frame of {length} bytes in a message of {len(view)}")
-    parts = []
+        raise _malformed(f"a field of {length} bytes in a message of {len(view)}")
+    return view[at:]
+
+
+def _frame(view: memoryview) -> Frame:
+    parts, at = [], 0
     for tag in _FIELD_TAGS:
         size, at = _length(view, at, tag)
         parts.append(view[at : at + size])
@@ -66,8 +92,10 @@ def decode_frame(data: bytes) -> Frame:
 
 def encode_request(message: Outgoing) -> bytes:
     match message:
-        case PackedFrame(data=bytes() as data):
+        case PackedFrames(data=bytes() as data):
             return data
+        case PackedFrames(data=SharedFrames() as shared):
+            return pb.PushRequest(shared=_shared_to_proto(shared)).SerializeToString()
         case PushOpening():
             return pb.PushRequest(open=_opening_to_proto(message)).SerializeToString()
         case Logits():
@@ -82,8 +110,6 @@ def encode_request(message: Outgoing) -> bytes:
                 digest=message.digest,
             )
             return pb.PushRequest(commit=commit).SerializeToString()
-        case SharedFrames():
-            return pb.PushRequest(shared=_shared_to_proto(message)).SerializeToString()
         case _:
             raise TypeError(f"{type(message).__name__} was packed for another transport")
 
@@ -92,9 +118,11 @@ def decode_request(data: bytes) -> Request:
     """Raises InvalidRequest: MALFORMED_MESSAGE, MALFORMED_CONTRACT, MALFORMED_IDENTITY."""
     if data[:1] == bytes([_FRAME_TAG]):
         return decode_frame(data)
+    if data[:1] == bytes([_FRAMES_TAG]):
+        return decode_frames(data)
     name = _ONEOF.get(data[0]) if data else None
     if name is None:
-        raise _malformed("neither open, frame, logits, commit nor shared")
+        raise _malformed("neither open, frame, frames, logits, commit nor shared")
     try:
         request = pb.PushRequest.FromString(data)
     except DecodeError:
@@ -102,7 +130,7 @@ def decode_request(data: bytes) -> Request:
     if request.WhichOneof("message") != name:
         raise _malformed(f"{name} and another message in one")
     if request.HasField("open"):
-        return _opening_from_proto(request.open)
+        return _opening_from_proto(request.open, small=len(data) <= _SMALL_BYTES)
     if request.HasField("shared"):
         return _shared_from_proto(request.shared)
     if request.HasField("logits"):
@@ -115,7 +143,11 @@ def decode_request(data: bytes) -> Request:
 def encode_response(message: Response) -> bytes:
     if isinstance(message, Grant):
         grant = pb.Grant(
-            start=message.start, end=message.end, max_payload_bytes=message.max_payload_bytes, shared=message.shared
+            start=message.start,
+            end=message.end,
+            max_payload_bytes=message.max_payload_bytes,
+            shared=message.shared,
+            max_frames=message.max_frames,
         )
         return pb.PushResponse(grant=grant).SerializeToString()
     if isinstance(message, Release):
@@ -132,7 +164,7 @@ def decode_response(data: bytes) -> Response:
         raise _malformed("the answer is not protobuf") from None
     if response.HasField("grant"):
         grant = response.grant
-        return Grant(grant.start, grant.end, grant.max_payload_bytes, grant.shared)
+        return Grant(grant.start, grant.end, grant.max_payload_bytes, grant.shared, max(1, grant.max_frames))
     if response.HasField("release"):
         return Release(response.release.frames)
     if response.HasField("ack"):
@@ -155,7 +187,7 @@ def _opening_to_proto(opening: PushOpening) -> pb.PushOpen:
     )
 
 
-def _opening_from_proto(proto: pb.PushOpen) -> PushOpening:
+def _opening_from_proto(proto: pb.PushOpen, *, small: bool) -> PushOpening:
     for name in ("identity", "contract"):
         if not proto.HasField(name):
             raise _malformed(f"open without {name}")
@@ -165,7 +197,7 @@ def _opening_from_proto(proto: pb.PushOpen) -> PushOpening:
         incarnation=proto.incarnation,
         proof=_digest("open", proto.proof),
         identity=identity_from_proto(proto.identity),
-        contract=contract_from_proto(proto.contract),
+        contract=(known_contract if small else contract_from_proto)(proto.contract),
         kv_dtype=proto.kv_dtype,
         logits_only=proto.logits_only,
         integrity=proto.integrity,

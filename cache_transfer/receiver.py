@@ -33,6 +33,7 @@ from cache_transfer.messages import (
     Ack,
     Commit,
     Frame,
+    Frames,
     Logits,
     PushOpening,
     Request,
@@ -244,7 +245,7 @@ class Receiver:
         finally:
             reading.cancel()
             await settle((reading,))
-        while isinstance(message, (Frame, SharedFrames)):
+        while isinstance(message, (Frame, Frames, SharedFrames)):
             await intake.take(message)
             message = await self._next(stream, deadline, "a frame")
         if not isinstance(message, Logits):

@@ -19,14 +19,14 @@ import logging
 import mmap
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
 from cache_transfer.contract import Endpoint
 from cache_transfer.digests import DIGEST_BYTES, frame_digest, memory_proof, same
-from cache_transfer.messages import PackedFrame, SharedFrame, SharedMemory
-from cache_transfer.transport import Fill
+from cache_transfer.messages import PackedFrames, SharedFrame, SharedFrames, SharedMemory
+from cache_transfer.transport import Unpacked
 from pdserve.errors import Internal, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -68,16 +68,23 @@ class Ring:
     Frame n of its stream has slot n modulo `slots`, so it may be packed once frame n - `slots` was released.
     """
 
-    def __init__(self, secret: bytes, largest_payload: int) -> None:
-        """`secret` is the ticket's. Raises OSError where the system gives no memory."""
+    def __init__(self, secret: bytes, largest_payload: int, whole: int = _RING_BYTES) -> None:
+        """Raises OSError where the system gives no memory.
+
+        Args:
+            secret: the ticket's.
+            whole: bytes of all payloads that will come.
+        """
         self._slot_bytes = -(-largest_payload // _PAGE) * _PAGE
-        self.slots = max(2, min(_MAX_SLOTS, _RING_BYTES // self._slot_bytes))
+        self.slots = max(2, min(_MAX_SLOTS, min(_RING_BYTES, whole) // self._slot_bytes))
         size = _PAGE + self.slots * self._slot_bytes
         self._fd = os.memfd_create("pdserve-handoff", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, size)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._memory: memoryview | None = memoryview(mmap.mmap(self._fd, size))
+            # All pages at once: one by one, as they are first written, they took longer than hashing what they hold.
+            memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._memory: memoryview | None = memoryview(memory)
         except OSError:
             os.close(self._fd)
             raise
@@ -85,16 +92,20 @@ class Ring:
         self._packed = 0
         self.offer = SharedMemory(os.getpid(), self._fd, size)
 
-    def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
-        """The next frame, as `Transport.pack`, with its payload in the next slot."""
-        if self._memory is None or payload_bytes > self._slot_bytes:
-            raise Internal(f"no slot for a frame of {payload_bytes} bytes")
+    def pack(self, frames: Sequence[Unpacked], secret: bytes) -> PackedFrames:
+        """The next frames, as `Transport.pack`, with their payloads in the next slots."""
+        made = tuple(self._fill(each, secret) for each in frames)
+        return PackedFrames(SharedFrames(made), tuple((each.digest, each.size) for each in made))
+
+    def _fill(self, frame: Unpacked, secret: bytes) -> SharedFrame:
+        size = frame.payload_bytes
+        if self._memory is None or size > self._slot_bytes:
+            raise Internal(f"no slot for a frame of {size} bytes")
         offset = _PAGE + self._packed % self.slots * self._slot_bytes
         self._packed += 1
-        payload = self._memory[offset : offset + payload_bytes]
-        fill(payload)
-        digest = frame_digest(secret, header, payload)
-        return PackedFrame(SharedFrame(header, offset, payload_bytes, digest), payload_bytes, digest)
+        payload = self._memory[offset : offset + size]
+        frame.fill(payload)
+        return SharedFrame(frame.header, offset, size, frame_digest(secret, frame.header, payload))
 
     def close(self) -> None:
         """The memory goes when the receiver has closed it, too. Idempotent."""
@@ -174,10 +185,10 @@ def open_offered(offer: SharedMemory | None, secret: bytes) -> Shared | None:
         return None
 
 
-def make_ring(secret: bytes, largest_payload: int) -> Ring | None:
+def make_ring(secret: bytes, largest_payload: int, whole: int) -> Ring | None:
     """A ring to offer; None where the system gives none, and payloads go in frames."""
     try:
-        return Ring(secret, largest_payload)
+        return Ring(secret, largest_payload, whole)
     except OSError as error:
         log.warning("no shared memory for a handoff: %s; payloads go over gRPC", error)
         return None

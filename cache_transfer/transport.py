@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -13,7 +14,7 @@ import grpc
 from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.digests import frame_digest
 from cache_transfer.framing import FrameBuffer
-from cache_transfer.messages import Outgoing, PackedFrame, Response
+from cache_transfer.messages import Outgoing, PackedFrames, Response
 from cache_transfer.push import decode_response, encode_request
 from pdserve.errors import DataLoss, PdserveError, Unavailable
 from pdserve.rpc.status import from_rpc_error, is_lost
@@ -23,6 +24,15 @@ Fill = Callable[[memoryview], None]
 
 PUSH_METHOD = "/pdserve.v1.Transfer/Push"
 RECEIVER_LOST = "RECEIVER_LOST"
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A frame before its payload was read."""
+
+    header: bytes
+    payload_bytes: int
+    fill: Fill
 
 
 class PushStream(Protocol):
@@ -52,12 +62,13 @@ class Transport(Protocol):
     shares_memory: bool
     """Whether a receiver on this machine may read payloads from this process's memory, if both agree."""
 
-    def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
-        """A frame in the form that `send` takes. Called from worker threads.
+    def pack(self, frames: Sequence[Unpacked], secret: bytes) -> PackedFrames:
+        """One message in the form that `send` takes. Called from worker threads.
 
         Args:
-            fill: writes the payload into the memory it is given, and keeps no view of it.
-            secret: of the ticket, for the frame's digest.
+            frames: at least one; several only for a receiver whose grant says so. Each one's `fill`
+                writes the payload into the memory it is given, and keeps no view of it.
+            secret: of the ticket, for the frames' digests.
         """
         ...
 
@@ -77,11 +88,14 @@ class GrpcTransport:
         self._address = address
         self.shares_memory = shares_memory
 
-    def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
-        buffer = FrameBuffer(header, payload_bytes)
-        fill(buffer.payload)
-        digest = frame_digest(secret, header, buffer.payload)
-        return PackedFrame(buffer.seal(digest), payload_bytes, digest)
+    def pack(self, frames: Sequence[Unpacked], secret: bytes) -> PackedFrames:
+        buffer = FrameBuffer([(each.header, each.payload_bytes) for each in frames])
+        digests: list[bytes] = []
+        for each, payload in zip(frames, buffer.payloads, strict=True):
+            each.fill(payload)
+            digests.append(frame_digest(secret, each.header, payload))
+        sizes = (each.payload_bytes for each in frames)
+        return PackedFrames(buffer.seal(digests), tuple(zip(digests, sizes, strict=True)))
 
     def open(self, deadline_s: float) -> PushStream:
         return _GrpcStream(self._push(timeout=deadline_s), self._address)

@@ -9,6 +9,8 @@ bumps the contract version, and versions are compared.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from cache_transfer.contract import (
     CONVERTIBLE,
     INFORMATIONAL,
@@ -53,16 +55,8 @@ def contract_to_proto(contract: WorkerContract) -> pb.WorkerContract:
     return pb.WorkerContract(
         version=c.version,
         model_digest=c.model_digest,
-        positions=pb.PositionScheme(
-            kind=c.positions.kind,
-            theta=c.positions.theta,
-            dims=c.positions.dims,
-            scaling=c.positions.scaling,
-            scaling_parameters=dict(c.positions.scaling_parameters),
-            original_max_positions=c.positions.original_max_positions,
-            interleaved=c.positions.interleaved,
-            keys_cached_rotated=c.positions.keys_cached_rotated,
-        ),
+        positions=_positions_to_proto(c.positions),
+        layer_positions=[_positions_to_proto(scheme) for scheme in c.layer_positions],
         attention=pb.AttentionScheme(
             scale=c.attention.scale, soft_cap=c.attention.soft_cap, sliding_window=c.attention.sliding_window
         ),
@@ -93,12 +87,15 @@ def contract_from_proto(proto: pb.WorkerContract) -> WorkerContract:
     read.count("layers", len(proto.layers), 1, MAX_LAYERS)
     read.count("layers.planes", sum(len(layer.planes) for layer in proto.layers), 1, MAX_PLANES_IN_ALL)
     read.count("info", len(proto.info), 0, MAX_ENTRIES)
+    if len(proto.layer_positions) not in (0, len(proto.layers)):
+        read.fail("layer_positions", f"has {len(proto.layer_positions)} entries for {len(proto.layers)} layers")
     if proto.tokenizer_digest:
         read.digest("tokenizer_digest", proto.tokenizer_digest)
     return WorkerContract(
         version=read.number("version", proto.version, 1),
         model_digest=read.digest("model_digest", proto.model_digest),
         positions=_positions_from_proto(read, proto.positions),
+        layer_positions=tuple(_positions_from_proto(read, scheme) for scheme in proto.layer_positions),
         attention=_attention_from_proto(read, proto.attention, len(proto.layers)),
         planes=tuple(_planes_from_proto(read, layer, planes) for layer, planes in enumerate(proto.layers)),
         vocab_size=read.number("vocab_size", proto.vocab_size, 1),
@@ -116,6 +113,16 @@ def contract_from_proto(proto: pb.WorkerContract) -> WorkerContract:
             for name, value in sorted(proto.info.items())
         },
     )
+
+
+def known_contract(proto: pb.WorkerContract) -> WorkerContract:
+    """As `contract_from_proto`, for small ones; remembers the last few, as a peer sends the same one each time."""
+    return _known_contract(proto.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=8)
+def _known_contract(data: bytes) -> WorkerContract:
+    return contract_from_proto(pb.WorkerContract.FromString(data))
 
 
 def identity_to_proto(identity: HandoffIdentity) -> pb.HandoffIdentity:
@@ -214,6 +221,19 @@ def difference_from_proto(proto: pb.Difference) -> FieldDifference:
     """An unknown class is read as must_equal: the strictest."""
     kind = _CLASS_NAMES.get(getattr(proto, "class"), MUST_EQUAL)
     return FieldDifference(proto.code, proto.left, proto.right, kind)
+
+
+def _positions_to_proto(scheme: PositionScheme) -> pb.PositionScheme:
+    return pb.PositionScheme(
+        kind=scheme.kind,
+        theta=scheme.theta,
+        dims=scheme.dims,
+        scaling=scheme.scaling,
+        scaling_parameters=dict(scheme.scaling_parameters),
+        original_max_positions=scheme.original_max_positions,
+        interleaved=scheme.interleaved,
+        keys_cached_rotated=scheme.keys_cached_rotated,
+    )
 
 
 def _positions_from_proto(read: FieldReader, proto: pb.PositionScheme) -> PositionScheme:

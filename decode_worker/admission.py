@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from cache_transfer.contract import HandoffIdentity, WorkerContract, arithmetic, check_compatible, prompt_digest
 from decode_worker.generation import check_endings
 from pdserve.errors import FieldDifference, InvalidRequest, Refused
-from pdserve.request import SamplingParams, check_served, check_token_ids
+from pdserve.request import MAX_CHOICES, SamplingParams, check_served, check_token_ids
+
+
+@dataclass(frozen=True)
+class Output:
+    """One of several outputs of a prompt, as far as it has come."""
+
+    choice: int
+    output_ids: tuple[int, ...] = ()  # sampled elsewhere: replayed, and computed again here
+    forwarded_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,7 @@ class DecodeRequest:
     sampling: SamplingParams
     prefill_contract: WorkerContract  # this worker's own for a prompt that is computed here
     here: bool = False  # no handoff: this worker computes the prompt itself
+    choices: tuple[Output, ...] = ()  # outputs of this prompt, of which only that is handed over; none: one, as above
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -42,6 +53,7 @@ class Limits:
     page_size: int  # tokens
     eos_ids: tuple[int, ...]
     has_text: bool  # there is a tokenizer
+    adapters: Container[bytes] = ()  # digests that new requests may use
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -60,25 +72,27 @@ def check_request(request: DecodeRequest, limits: Limits) -> Admission:
     """Refuses what this worker can never serve.
 
     Raises:
-        NotFound: another model (UNKNOWN_MODEL), or an adapter (UNKNOWN_ADAPTER).
+        NotFound: another model (UNKNOWN_MODEL), or an adapter that is not here (UNKNOWN_ADAPTER).
         Incompatible: prefill's contract differs; names the field.
         InvalidRequest: EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, PROMPT_TOO_LONG, POOL_TOO_SMALL, INVALID_<sampling field>,
-            NO_TOKENIZER, INVALID_OUTPUT_IDS.
+            NO_TOKENIZER, INVALID_OUTPUT_IDS, INVALID_CHOICES.
     """
-    check_served(limits.model, request.model, request.adapter)
+    check_served(limits.model, request.model, request.adapter, limits.adapters)
     conversions = check_compatible(request.prefill_contract, limits.contract)
     vocab = limits.contract.vocab_size
     check_token_ids(request.prompt_ids, vocab, "prompt_ids")
     request.sampling.check(vocab)
     check_endings(request.sampling, limits.eos_ids, vocab, limits.has_text)
     limit = output_limit(len(request.prompt_ids), request.sampling, limits)
-    _check_output(request, limit, vocab)
+    _check_choices(request)
+    for output in request.choices or (Output(0, request.output_ids, request.forwarded_tokens),):
+        _check_output(output, request.sampling, limit, vocab)
     cache_tokens = len(request.prompt_ids) + limit - 1
     if request.here:
         if limits.pages_for(cache_tokens) > limits.pages:
             raise _too_small(len(request.prompt_ids), limit, limits, "prompt_ids")
         return Admission(limit, cache_tokens, conversions)
-    alone = limit - len(request.output_ids) <= 1  # the one token left needs logits only
+    alone = limit - len(request.output_ids) <= 1  # the one token left needs logits only, for each choice too
     return Admission(limit, 0 if alone else cache_tokens, conversions)
 
 
@@ -154,15 +168,29 @@ def check_same_numerics(prefill_contract: WorkerContract, request: DecodeRequest
         )
 
 
-def _check_output(request: DecodeRequest, limit: int, vocab: int) -> None:
-    if request.output_ids:
-        check_token_ids(request.output_ids, vocab, "output_ids")
-    done = len(request.output_ids)
+def _check_choices(request: DecodeRequest) -> None:
+    numbers = [output.choice for output in request.choices]
+    problem = ""
+    if numbers and (request.output_ids or request.forwarded_tokens):
+        problem = "output_ids and forwarded_tokens are set beside them"
+    elif len(set(numbers)) < len(numbers):
+        problem = "two have one number"
+    elif any(not 0 <= number < MAX_CHOICES for number in numbers):
+        problem = f"{max(numbers)} is not below {MAX_CHOICES}"
+    if problem:
+        remedy = f"send each of the outputs once, numbered below {MAX_CHOICES}, with what it has"
+        raise InvalidRequest(problem, reason="INVALID_CHOICES", field="choices", remedy=remedy)
+
+
+def _check_output(output: Output, sampling: SamplingParams, limit: int, vocab: int) -> None:
+    if output.output_ids:
+        check_token_ids(output.output_ids, vocab, "output_ids")
+    done = len(output.output_ids)
     if done > limit:
         raise _bad_output("output_ids", f"{done} tokens are more than the {limit} asked for")
-    if request.forwarded_tokens > done:
-        raise _bad_output("forwarded_tokens", f"{request.forwarded_tokens} tokens of {done} cannot have been sent")
-    if request.sampling.logprobs is not None and request.forwarded_tokens < done:
+    if output.forwarded_tokens > done:
+        raise _bad_output("forwarded_tokens", f"{output.forwarded_tokens} tokens of {done} cannot have been sent")
+    if sampling.logprobs is not None and output.forwarded_tokens < done:
         # Their logits are gone, and a token without the figures asked for would be a silent loss.
         raise _bad_output("forwarded_tokens", "output with logprobs can only be replayed as far as it was sent")
 

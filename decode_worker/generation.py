@@ -68,6 +68,7 @@ class Generation:
         eos_ids: the model's end ids.
         tokenizer: None: no text, only ids.
         grammars: where `params.grammar` is compiled; may be None when there is none.
+        choice: which of several outputs of one request.
 
     Raises InvalidRequest for a grammar that cannot be followed.
     """
@@ -80,15 +81,17 @@ class Generation:
         eos_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
         grammars: Grammars | None = None,
+        choice: int = 0,
     ) -> None:
         self.params = params
+        self.choice = choice
         self.limit = limit
         self.output: list[int] = []
         self.finish: Finish | None = None
         self._prompt_tokens = len(prompt)
         self._ends = end_ids(params, eos_ids)
         self._constraint = start(params, grammars, self._ends)
-        self.sampler = Sampler(params, prompt, self._ends, constraint=self._constraint)
+        self.sampler = Sampler(params, prompt, self._ends, choice, self._constraint)
         self._detokenizer = (
             None
             if tokenizer is None
@@ -103,7 +106,7 @@ class Generation:
         self.sampler.record(token)
         text = self._advance(index, token)
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
-        return TokenBatch(index, (token,), text, logprobs)
+        return TokenBatch(index, (token,), text, logprobs, self.choice)
 
     def replay(self, tokens: Sequence[int]) -> list[TokenBatch]:
         """Takes tokens that were sampled elsewhere through the same state; stops early if one ends the output."""
@@ -141,4 +144,4 @@ class Generation:
         return self._matcher.push(rest).release + self._matcher.flush()
 
     def _end(self, reason: str, stop_string: str | None = None, stop_token_id: int | None = None) -> None:
-        self.finish = Finish(reason, self.usage(), stop_string, stop_token_id)
+        self.finish = Finish(reason, self.usage(), stop_string, stop_token_id, self.choice)

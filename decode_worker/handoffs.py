@@ -60,6 +60,8 @@ class Handoffs:
         self._changed = changed
         self._clock = clock
         self._sequences: dict[bytes, Sequence] = {}
+        self.verified_count = 0
+        """Handoffs that arrived whole."""
         self.on_verified: Callable[[str, ReceivedLogits], None] = lambda key, logits: None
         """Hears of every cache that arrived whole: `pdserve verify` looks at its logits."""
 
@@ -134,6 +136,7 @@ class Handoffs:
         sequence = self._sequence(claim)
         sequence.first = FirstLogits(logits.dtype, bytes(logits.data))
         self.on_verified(sequence.key, logits)
+        self.verified_count += 1
         self._scheduler.join(sequence)
         self._changed()
 

@@ -10,6 +10,9 @@ Whoever wants pages without running yet (a grant, a preempted sequence) must lea
 what it holds, in which its first growth is included. The watermark does not apply when nobody
 holds pages, so that nothing waits for ever.
 
+The outputs of one prompt begin on the same pages and hold all of them. A page is written by a sequence that holds it
+alone; the only one that several still have to write in is the prompt's last, which each but the last copies first.
+
 Pinned prefixes of waiting requests cannot be taken back. They are at most half of the pool, they
 expire, and none is added while a sequence lacks pages, or if a request that waits would no longer
 fit beside them. Where nothing but pins is in the way of a sequence, it steps back until the
@@ -20,12 +23,22 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode_worker.sequence import RUNNING, Sequence, State
 from pdserve.engine.blocks import BlockManager
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class MemoryCounters:
+    """What became of pages since the start."""
+
+    preemptions: int = 0  # how often a sequence lost them
+    forks: int = 0  # sequences that began on pages which they share
+    shared_pages: int = 0  # these, counted for each
+    copied_pages: int = 0  # of these, copied before one of several wrote there
 
 
 @dataclass
@@ -41,8 +54,9 @@ class Memory:
     waiting: list[Sequence]
     running: list[Sequence]
     growth_watermark: float
-    preemptions: int = 0
+    counters: MemoryCounters = field(default_factory=MemoryCounters)
     stuck: bool = False  # in the last plan a sequence could not grow
+    _copies: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (who, from, to) in the next step
 
     # -- before the cache is here ------------------------------------------------------------
 
@@ -82,26 +96,77 @@ class Memory:
             sequence.work.found = sequence.cached
             return True
         fresh = self._missing(sequence, sequence.held)
-        if not self._fits(self.blocks.available_count - fresh):
+        if not self._fits(self.blocks.available_count - fresh - self._growth_of_choices(sequence)):
             return False
         sequence.pages = (*sequence.held, *self.blocks.allocate(sequence.key, fresh))
         return True
 
     # -- while it runs -----------------------------------------------------------------------
 
+    def fork(self, sequence: Sequence) -> None:
+        """Its choices take over its pages, all of them each; it holds none any more."""
+        pages = sequence.pages[: self.blocks.pages_for(sequence.cached)]
+        several = len(sequence.choices) > 1
+        for choice in sequence.choices:
+            self.blocks.retain(choice.key, pages)
+            choice.pages, choice.cached, choice.cache_tokens = pages, sequence.cached, sequence.cache_tokens
+            choice.first = None if choice.generation.output else sequence.first
+            choice.shared_pages = len(pages) if several else 0
+            self.counters.forks += several
+            self.counters.shared_pages += choice.shared_pages
+        self.release(sequence)
+
     def grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Sees to it that it has pages for `tokens` tokens, at others' cost if need be; False: not now."""
-        missing = self.blocks.pages_for(tokens) - len(sequence.pages)
-        while missing > self.blocks.available_count:
+        """Sees to it that it has pages for `tokens` tokens, and alone holds those that it is to write, at others' cost
+        if need be; False: not now.
+        """
+        while self._missing_to(sequence, tokens) > self.blocks.available_count:
             victim = self._victim(sequence)
             if victim is None:
                 if not any(s.pages for s in (*self.waiting, *self.running) if s is not sequence):
                     self.preempt(sequence)  # only pins are in the way: others go first
                 return False
             self.preempt(victim)
-        if missing > 0:
+        if self._shares_end(sequence):
+            self._copy_end(sequence)
+        if (missing := self.blocks.pages_for(tokens) - len(sequence.pages)) > 0:
             sequence.pages += self.blocks.allocate(sequence.key, missing)
         return True
+
+    @property
+    def copies(self) -> tuple[tuple[int, int], ...]:
+        """Pages (from, to) that the step which is planned copies before all else."""
+        return tuple((source, target) for _, source, target in self._copies)
+
+    def copied(self) -> None:
+        """That step is over: what it copied from is no longer held for it."""
+        for sequence, source, _ in self._copies:
+            self.blocks.drop(sequence.key, source)
+            sequence.leaving = ()
+        self._copies.clear()
+
+    def _missing_to(self, sequence: Sequence, tokens: int) -> int:
+        return self.blocks.pages_for(tokens) - len(sequence.pages) + self._shares_end(sequence)
+
+    def _shares_end(self, sequence: Sequence) -> bool:
+        """Others still read the page in which its next token goes. Whoever copies from it in this step does not count:
+        that comes first.
+        """
+        at, used = divmod(sequence.cached, self.blocks.page_size)
+        if not used or at >= len(sequence.pages):
+            return False
+        page = sequence.pages[at]
+        copying = sum(source == page for _, source, _ in self._copies)
+        return self.blocks.references(page) - copying > 1
+
+    def _copy_end(self, sequence: Sequence) -> None:
+        at = sequence.cached // self.blocks.page_size
+        source, (target,) = sequence.pages[at], self.blocks.allocate(sequence.key, 1)
+        sequence.pages = (*sequence.pages[:at], target, *sequence.pages[at + 1 :])
+        sequence.leaving = (source,)
+        sequence.copied_pages += 1
+        self._copies.append((sequence, source, target))
+        self.counters.copied_pages += 1
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes all pages of a sequence that no step writes; the full ones stay findable until they are needed."""
@@ -110,7 +175,7 @@ class Memory:
         self.release(sequence)
         sequence.reached, sequence.cached = max(sequence.reached, sequence.cached), 0
         sequence.move(State.PREEMPTED)
-        self.preemptions += 1
+        self.counters.preemptions += 1
 
     def resume(self) -> bool:
         """Gives preempted sequences their pages back, oldest first; False: none. One that does not fit holds the
@@ -173,6 +238,15 @@ class Memory:
     def _missing(self, sequence: Sequence, found: tuple[int, ...]) -> int:
         """Pages for its tokens so far and the first growth after them, besides those found."""
         return self.blocks.pages_for(min(sequence.length + 1, sequence.cache_tokens)) - len(found)
+
+    def _growth_of_choices(self, sequence: Sequence) -> int:
+        """Pages that the outputs of one prompt soon need besides those it is granted; they take them as they grow.
+        One that is alone can do without: its outputs wait for each other.
+        """
+        if not sequence.choices or self.alone:
+            return 0
+        soon = self.blocks.pages_for(min(sequence.length + 1, sequence.cache_tokens))
+        return (len(sequence.choices) - 1) * (soon - sequence.length // self.blocks.page_size)
 
     def _fits(self, left: int) -> bool:
         """Whether `left` available pages are enough for the growth of everybody else."""

@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Sequence as Series
 
-from cache_transfer.contract import Ticket, WorkerContract, cache_identity, check_compatible
+from cache_transfer.contract import Ticket, WorkerContract, check_compatible
 from decode_worker.admission import (
     Admission,
     DecodeRequest,
@@ -28,20 +28,21 @@ from decode_worker.admission import (
     check_request,
     check_same_numerics,
 )
-from decode_worker.generation import Generation
 from decode_worker.grammar import Grammars
 from decode_worker.handoffs import Handoffs
+from decode_worker.opening import Opener
+from decode_worker.overdue import expired, unread
 from decode_worker.prompts import Prompts
 from decode_worker.scheduler import Scheduler
 from decode_worker.sequence import EXITS, Outcome, Sequence, State
 from decode_worker.settings import DecodeSettings
 from decode_worker.step import DecodePlan, step_and_sample
 from decode_worker.stream import EventStream
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.blocks import BlockManager
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import StepCounters
 from pdserve.engine.runner import EngineThread
-from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Refused, Unavailable
+from pdserve.errors import Internal, PdserveError, Refused, Unavailable
 from pdserve.request import Grammar
 from pdserve.rpc.background import Background
 from pdserve.rpc.events import Prefilled
@@ -81,14 +82,15 @@ class Pipeline:
         """Set while no sequence is here."""
         self.quiet.set()
         self.tokens_per_s = 0.0  # output tokens over step time, smoothed
+        self.step_s = 0.0  # of the running step, as expected; 0: none runs
         self.counters = StepCounters()  # logical work of all steps so far
         self._engine = engine
         self._limits = limits
         self._settings = settings
         self._thread = thread
         self._background = background
-        self._tokenizer = tokenizer
         self._grammars = Grammars(tokenizer, limits.contract.vocab_size)
+        self._opener = Opener(limits, tokenizer, self._grammars)
         self._count = 0  # requests ever submitted
 
     @property
@@ -99,6 +101,10 @@ class Pipeline:
     def count(self) -> int:
         return len(self.sequences)
 
+    @property
+    def adapters_in_use(self) -> tuple[bytes | None, ...]:
+        return tuple(sequence.request.adapter for sequence in self.sequences)
+
     async def prepare(self, grammar: Grammar) -> None:
         """Compiles it off the loop, so that `submit` finds it. Raises InvalidRequest (INVALID_GRAMMAR)."""
         grammar.check()
@@ -107,7 +113,7 @@ class Pipeline:
 
     def submit(self, request: DecodeRequest, deadline_s: float = math.inf) -> tuple[Sequence, Admission, Ticket | None]:
         """Checks a request and lets it wait for its cache. No ticket: its prompt is computed here, or replaying its
-        output already ended it.
+        output already ended it, and it is DONE.
 
         Args:
             deadline_s: what the caller's own deadline leaves; `generate_s` bounds it.
@@ -116,33 +122,15 @@ class Pipeline:
         """
         admission = check_request(request, self._limits)
         self._count += 1
-        generation = Generation(
-            request.prompt_ids,
-            request.sampling,
-            admission.limit,
-            self._limits.eos_ids,
-            self._tokenizer,
-            self._grammars,
+        stream = EventStream(self._settings.max_unread_tokens, self._wake.set, outputs=max(1, len(request.choices)))
+        sequence = self._opener.open(
+            f"{request.request_id}#{self._count}",
+            request,
+            admission,
+            stream,
+            time.monotonic() + min(deadline_s, self._settings.generate_s),
         )
-        sequence = Sequence(
-            key=f"{request.request_id}#{self._count}",
-            request=request,
-            generation=generation,
-            stream=EventStream(self._settings.max_unread_tokens, self._wake.set),
-            prefix=Prefix(
-                cache_identity(self._limits.contract, request.adapter, request.tenant, request.prefill_contract),
-                request.ids,
-                self._limits.page_size,
-            ),
-            cache_tokens=admission.cache_tokens,
-            ends_at=time.monotonic() + min(deadline_s, self._settings.generate_s),
-        )
-        for batch in generation.replay(request.output_ids):
-            if batch.first_index >= request.forwarded_tokens:
-                sequence.stream.put(batch)
-        if generation.finish is not None:
-            sequence.move(State.DONE)
-            sequence.stream.put(generation.finish)
+        if sequence.state is State.DONE:
             return sequence, admission, None
         sequence.here = request.here
         self.scheduler.submit(sequence)
@@ -186,7 +174,12 @@ class Pipeline:
         self.scheduler.compute_here(sequence, cache_tokens, begun=self._wake.set)
 
     def end(self, sequence: Sequence, state: State, error: PdserveError) -> None:
-        """Ends a sequence early, once nothing writes its pages. The first reason counts; idempotent."""
+        """Ends a sequence early, or the outputs that it has become, once nothing writes its pages. The first reason
+        counts; idempotent.
+        """
+        if sequence.state is State.FORKED:
+            for choice in sequence.choices:
+                self.end(choice, state, error)
         if sequence.state in EXITS or sequence.ending is not None:
             return
         sequence.ending = (state, error)
@@ -210,21 +203,24 @@ class Pipeline:
             if plan.size:
                 await self._step(plan)
             else:
+                self.step_s = 0.0
                 await self._wake.wait()
 
     def reap(self, now: float) -> None:
         """Ends what took too long. `now` in monotonic seconds."""
         for sequence in [s for s in self.scheduler.waiting if now >= s.deadline]:
-            self.end(sequence, State.EXPIRED, _expired(sequence, now))
+            self.end(sequence, State.EXPIRED, expired(sequence, now))
         for sequence in list(self.scheduler.running):
             since = sequence.stream.full_since
             if now >= sequence.ends_at:
-                self.end(sequence, State.EXPIRED, _expired(sequence, now))
+                self.end(sequence, State.EXPIRED, expired(sequence, now))
             elif since is not None and now >= since + self._settings.reader_s:
-                self.end(sequence, State.EXPIRED, _unread(sequence, self._settings.reader_s))
+                self.end(sequence, State.EXPIRED, unread(sequence, self._settings.reader_s))
 
     async def _step(self, plan: DecodePlan) -> None:
         began = time.monotonic()
+        spans = [(chunk.start, len(chunk.ids)) for chunk in plan.step.chunks]
+        self.step_s = self.scheduler.prompts.cost.predict(spans)
         prefilling = [s for s in self.scheduler.running if s.stepping and s.prefilling]
         for sequence in prefilling:
             sequence.work.began_at = sequence.work.began_at or began
@@ -240,10 +236,10 @@ class Pipeline:
             return
         self.counters += output.counters
         ended = time.monotonic()
-        if plan.step.chunks:
-            self.scheduler.prompts.cost.observe([(c.start, len(c.ids)) for c in plan.step.chunks], ended - began)
+        if spans:
+            self.scheduler.prompts.cost.observe(spans, ended - began)
         for sequence in prefilling:
-            if sequence.key in output.choices:  # its token follows
+            if sequence.key in output.choices or sequence.key in output.kept:  # its token follows
                 sequence.stream.put(prefilled(sequence, plan, ended))
         try:
             given = self.scheduler.apply(plan, output)
@@ -257,7 +253,11 @@ class Pipeline:
         self.scheduler.leave(sequence, state, error)
 
     def _on_exit(self, sequence: Sequence, outcome: Outcome) -> None:
-        self.handoffs.forget(sequence)
+        origin = sequence.origin
+        if origin is not None and outcome.error is not None:  # an answer is all of its outputs, or none
+            self.end(origin, outcome.state, outcome.error)
+        if origin is None or all(choice.state in EXITS for choice in origin.choices):
+            self.handoffs.forget(origin or sequence)
         log.info("%s: %s%s", outcome.key, outcome.state, f" ({outcome.error})" if outcome.error else "")
         if self.scheduler.idle:
             self.quiet.set()
@@ -274,30 +274,4 @@ def prefilled(sequence: Sequence, plan: DecodePlan, now: float) -> Prefilled:
         queued_ms=1000 * (work.began_at - work.asked_at),
         prefill_ms=1000 * (now - work.began_at),
         chunks=work.chunks + 1,
-    )
-
-
-def _expired(sequence: Sequence, now: float) -> DeadlineExceeded:
-    if now >= sequence.ends_at:
-        return DeadlineExceeded(
-            "the request did not end by its caller's deadline, or the worker's own",
-            reason="GENERATE_TIMEOUT",
-            remedy="allow more time, ask for fewer tokens, or raise generate_s",
-        )
-    if sequence.state is not State.WAITING:
-        return DeadlineExceeded("the cache did not arrive in time", reason="RECEIVE_TIMEOUT", retryable=True)
-    cause = f"; the last attempt failed: {sequence.attempt_error}" if sequence.attempt_error else ""
-    return DeadlineExceeded(
-        f"no cache came before the ticket expired{cause}",
-        reason="TICKET_EXPIRED",
-        remedy="send it to another pair of workers",
-        retryable=True,
-    )
-
-
-def _unread(sequence: Sequence, limit_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"the reader left {sequence.stream.unread} tokens unread for {limit_s:g} s",
-        reason="SLOW_READER",
-        remedy="read the stream faster",
     )

@@ -15,8 +15,9 @@ from typing import Protocol, TypeVar
 from pdserve.engine.order import RESERVE, Turns, Waiter, share_out
 from pdserve.engine.rate import Span, StepCost
 
-LEAST_TOKENS = 16
+LEAST_TOKENS = 8
 _BATCH_TOKENS = 64  # up to which a step of short prompts is filled with parts of others
+_ONE_STREAM: Span = (512, 1)
 
 
 class Prompt(Waiter, Protocol):
@@ -85,9 +86,12 @@ class Prompts:
         return self.cost.tokens_per_s(self.chunk_tokens) if self.computed else 0.0
 
     def shared_tokens_per_s(self, beside: Sequence[Span]) -> float:
-        """Rate of a prompt beside streams that take these parts in each step; 0 while none was computed here."""
-        if not beside or not self.computed:
-            return self.tokens_per_s()
+        """Rate of a prompt beside streams that take these parts in each step, without any beside one, which may have
+        come before this is read; 0 while none was computed here.
+        """
+        if not self.computed:
+            return 0.0
+        beside = beside or [_ONE_STREAM]
         tokens = self.limit((), beside)
         seconds = self.cost.predict([*beside, (0, tokens)])
         return tokens / seconds if seconds > 0 else 0.0

@@ -4,10 +4,8 @@ Token 0 (whose logits came with the handoff) and token 100 take the same path. A
 is float64 on the host. Filters apply in this order: grammar, bias, penalties, temperature, min-p,
 top-k, top-p; ids that may not appear yet (`min_tokens`) are removed with those that the grammar forbids.
 
-Randomness is counter based: the noise of one token id is a hash of (seed, choice, output
-index, id), so a draw depends on nothing else - not on the batch, the worker or what was
-drawn before. A token is drawn as argmax(score + Gumbel noise), ties to the lowest id; with
-temperature 0 the noise is left out. So greedy and sampled runs share one margin rule.
+A token is drawn as argmax(score + Gumbel noise), ties to the lowest id; with temperature 0 the noise (noise.py) is
+left out. So greedy and sampled runs share one margin rule.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from typing import ParamSpec
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_worker.grammar import Constraint
+from decode_worker.noise import Floats, Ids, draw, noise_key
 from pdserve.errors import Internal, PdserveError
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import PositionLogprobs, TokenLogprob
@@ -31,13 +29,7 @@ from pdserve.rpc.events import PositionLogprobs, TokenLogprob
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
-Floats = NDArray[np.float64]
-Ids = NDArray[np.int64]
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # the increment and the two factors of SplitMix64 (Steele et al. 2014)
-_FACTOR_1 = 0xBF58476D1CE4E5B9
-_FACTOR_2 = 0x94D049BB133111EB
 _TOP_P_FIRST = 256  # candidates sorted first by top-p; grows until they hold enough mass
 
 
@@ -174,38 +166,6 @@ def filtered(scores: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
     return ids, scaled
 
 
-def draw(ids: Ids, scaled: Floats, key: int) -> int:
-    """The id of argmax(scaled + Gumbel noise); `ids` rise, so a tie goes to the lowest."""
-    bits = noise_bits(key, ids)
-    # The noise rises with its bits. Only ids which the largest noise of the row could lift
-    # above the best score's own sum can win; the others are spared two logarithms each.
-    floor = gumbel(bits[np.argmax(scaled)]) - gumbel(bits.max()) - 1e-6
-    close = np.flatnonzero(scaled >= floor)
-    return int(ids[close[np.argmax(scaled[close] + gumbel(bits[close]))]])
-
-
-def noise_key(seed: int, choice: int, index: int) -> int:
-    """64 bits that stand for one output position of one choice under one seed."""
-    key = _mix(seed)
-    for part in (choice, index):
-        key = _mix(key ^ _mix(part))
-    return key
-
-
-def noise_bits(key: int, ids: Ids) -> NDArray[np.uint64]:
-    """52 uniform bits per id: SplitMix64 of the key at counter id + 1."""
-    z = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FACTOR_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_FACTOR_2)
-    return (z ^ (z >> np.uint64(31))) >> np.uint64(12)
-
-
-def gumbel(bits: NDArray[np.uint64]) -> Floats:
-    """Standard Gumbel noise -log(-log u), with u in (0, 1) exclusive from 52 bits."""
-    u = (np.asarray(bits).astype(np.float64) + 0.5) * 2.0**-52
-    return np.asarray(-np.log(-np.log(u)), np.float64)
-
-
 def raw_logprobs(logits: Floats, token: int, top: int) -> PositionLogprobs:
     """log_softmax of raw [vocab] logits at `token` and at the `top` best ids."""
     x = logits.astype(np.float64)
@@ -303,11 +263,3 @@ def _nucleus(scaled: Floats, top_p: float) -> Ids:
             stay[0] = True
             return best[stay]
         count = min(count * 8, scaled.size)
-
-
-def _mix(value: int) -> int:
-    """SplitMix64's output function on one 64-bit number."""
-    z = (value + _GOLDEN) & _MASK
-    z = ((z ^ (z >> 30)) * _FACTOR_1) & _MASK
-    z = ((z ^ (z >> 27)) * _FACTOR_2) & _MASK
-    return z ^ (z >> 31)

@@ -8,23 +8,22 @@ Queues:
               ones included; bound: the page pool (nobody joins while one that was preempted lacks pages) and, for
               sequences that need none, max_queue (they count as waiting until their first step)
 
-A step has the tokens of the streams, then what preempted sequences compute again, then prompts (prompts.py). A
-grant takes pages for what arrives and the first growth; growth, preemption and who goes first are memory.py's.
-Pages that a running step writes come back only after it.
+What is in a step is planning.py's. A grant takes pages for what arrives and the first growth; growth, preemption and
+who goes first are memory.py's. Pages that a running step writes come back only after it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
-from decode_worker.memory import Memory
+from decode_worker.memory import Memory, MemoryCounters
+from decode_worker.planning import Planner
 from decode_worker.prompts import Prompts
-from decode_worker.sequence import EXITS, HANDOFF, Outcome, Sequence, State
+from decode_worker.sequence import EXITS, HANDOFF, FirstLogits, Outcome, Sequence, State
 from decode_worker.step import DecodeOutput, DecodePlan
 from pdserve.engine.blocks import BlockManager
-from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.engine.rate import Span
 from pdserve.errors import Exhausted, PdserveError
 from pdserve.rpc.events import Finish
@@ -69,11 +68,12 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._memory = Memory(self.blocks, self.waiting, self.running, self.growth_watermark)
+        self._planner = Planner(self._memory, self.running, self.prompts, self.max_batch, self.recompute_tokens)
 
     @property
-    def preemptions(self) -> int:
-        """How often a sequence lost its pages since the start."""
-        return self._memory.preemptions
+    def counters(self) -> MemoryCounters:
+        """What became of pages since the start."""
+        return self._memory.counters
 
     # -- before the cache is here ------------------------------------------------------------
 
@@ -155,76 +155,31 @@ class Scheduler:
         sequence.cached = 0 if sequence.logits_only else len(sequence.ids)
         self._memory.publish(sequence)
         self.waiting.remove(sequence)
-        self.running.append(sequence)
+        if sequence.choices:
+            self._fork(sequence)
+        else:
+            self.running.append(sequence)
 
     # -- decoding ----------------------------------------------------------------------------
 
     def plan(self) -> DecodePlan:
         """The next step: the oldest sequences whose readers keep up and that have pages; may be empty."""
-        memory = self._memory
-        memory.resume()
-        memory.stuck = False
-        takes: dict[Sequence, int] = {}  # tokens of the chunk; 0: its first logits are here
-        self._take_streams(takes)
-        self._take_prompts(takes)
-        if not takes and memory.resume():
-            return self.plan()  # one that stepped back found what it needs among the pins
-        chunks = {sequence.key: self._chunk(sequence, take) for sequence, take in takes.items() if take}
+        plan = self._planner.plan()
         self.pump()
-        return DecodePlan(
-            step=StepPlan(tuple(chunks.values())),
-            first={s.key: s.first for s in takes if s.first is not None},
-            samplers={
-                s.key: s.generation.sampler for s in takes if s.key not in chunks or chunks[s.key].logits == "last"
-            },
-        )
-
-    def _take_streams(self, takes: dict[Sequence, int]) -> None:
-        """Whoever decodes, or computes again what it lost."""
-        budget = self.recompute_tokens
-        for sequence in tuple(self.running):
-            if len(takes) == self.max_batch:
-                return
-            # One that an older sequence preempted just now is no longer what it was when the loop began.
-            if not sequence.ready or sequence.state in (State.PREEMPTED, State.PREFILLING):
-                continue
-            take = 0
-            if sequence.first is None:
-                missing = sequence.remaining
-                take = 1 if missing == 1 else min(missing, budget)
-                if not take:
-                    continue  # others compute again in this step
-                if not self._grown(sequence, take):
-                    continue
-                budget -= take if missing > 1 else 0
-            takes[sequence] = take
-            sequence.stepping = True
-
-    def _take_prompts(self, takes: dict[Sequence, int]) -> None:
-        """Parts of prompts, beside what `takes` has."""
-        beside = spans(takes)
-        streams = any(sequence.first is not None or sequence.remaining == 1 for sequence in takes)
-        prompts = [s for s in self.running if s.state is State.PREFILLING and s.ready]
-        for sequence, take in self.prompts.share(prompts, beside, streams):
-            # One of them may have lost its pages to another.
-            if sequence.state is State.PREFILLING and self._grown(sequence, take):
-                takes[sequence] = take
-                sequence.stepping = True
-
-    def _grown(self, sequence: Sequence, take: int) -> bool:
-        grown = self._memory.grow(sequence, sequence.cached + take)
-        self._memory.stuck |= not grown
-        return grown
+        return plan
 
     def apply(self, plan: DecodePlan, output: DecodeOutput) -> int:
         """Books a step that has run: tokens to their streams, ended sequences out. Returns tokens given out."""
         given = 0
+        self._memory.copied()
         ran = {chunk.key: len(chunk.ids) for chunk in plan.step.chunks}
         for sequence in self._stepped(plan):
             self._ran(sequence, ran.get(sequence.key, 0))
             choice = output.choices.get(sequence.key)
             if sequence.ending is not None:
                 self.leave(sequence, *sequence.ending)
+            elif sequence.key in output.kept:
+                self._computed(sequence, output.kept[sequence.key])
             elif isinstance(choice, PdserveError):
                 self.leave(sequence, State.FAILED, choice)
             elif choice is not None:
@@ -237,6 +192,7 @@ class Scheduler:
 
     def abandon(self, plan: DecodePlan, error: PdserveError) -> None:
         """Books a step that raised: its sequences fail, since what their pages now hold is unknown."""
+        self._memory.copied()
         for sequence in self._stepped(plan):
             self.leave(sequence, *(sequence.ending or (State.FAILED, error)))
 
@@ -245,7 +201,8 @@ class Scheduler:
     def complete(self, sequence: Sequence, finish: Finish) -> None:
         """The output is whole: its full pages become findable, all of them go back."""
         self._memory.publish(sequence)
-        sequence.stream.put(finish)
+        shared, copied = sequence.shared_pages, sequence.copied_pages
+        sequence.stream.put(replace(finish, shared_pages=shared, copied_pages=copied) if shared else finish)
         self._leave(sequence, Outcome(sequence.key, State.DONE))
 
     def leave(self, sequence: Sequence, state: State, error: PdserveError) -> None:
@@ -276,6 +233,21 @@ class Scheduler:
             sequence.work.computed += tokens
             sequence.work.chunks += 1
 
+    def _computed(self, sequence: Sequence, first: FirstLogits) -> None:
+        """A prompt with several outputs was computed here."""
+        sequence.first, sequence.prefilling = first, False
+        self._memory.publish(sequence)
+        self.running.remove(sequence)
+        self._fork(sequence)
+
+    def _fork(self, sequence: Sequence) -> None:
+        """Its outputs run from here on, each as a sequence of its own; it is in no queue any more."""
+        for finish in sequence.replayed:
+            sequence.stream.put(finish)
+        self._memory.fork(sequence)
+        sequence.move(State.FORKED)
+        self.running += sequence.choices
+
     def _started(self, sequence: Sequence) -> None:
         """A token was sampled."""
         sequence.first = None
@@ -303,19 +275,3 @@ class Scheduler:
         for sequence in [s for s in self.running if s.key in keys]:
             sequence.stepping = False
             yield sequence
-
-    def _chunk(self, sequence: Sequence, take: int) -> Chunk:
-        """The next tokens that are not cached: the last one sampled, or after preemption more than that."""
-        end = sequence.cached + take
-        return Chunk(
-            key=sequence.key,
-            ids=sequence.tokens(sequence.cached, end),
-            start=sequence.cached,
-            pages=sequence.pages[: self.blocks.pages_for(end)],
-            logits="last" if end == sequence.length else "none",
-        )
-
-
-def spans(takes: Mapping[Sequence, int]) -> list[Span]:
-    """What a step of these chunks has to compute."""
-    return [(sequence.cached, take) for sequence, take in takes.items() if take]

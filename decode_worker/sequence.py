@@ -17,6 +17,10 @@
 A request that wants one token goes from WAITING to VERIFIED with logits only and no page, unless its
 prompt is computed here. That (`here`) is what its caller asked for, or asks for instead of another attempt.
 
+A request for several outputs has one sequence that brings the cache of the prompt, from a handoff or computed here.
+Once it is complete that one is FORKED: its choices, which have waited in no queue, begin at VERIFIED. They hold the
+pages together, and copy the last one before they write there; from then on each goes its own way.
+
 A sequence that was preempted keeps its stream, sampler, text and stop state, and the first
 logits if no token was sampled from them. What its pages held is found in the prefix index or
 computed again: while more than one of its tokens is not cached, it recomputes.
@@ -40,6 +44,7 @@ from decode_worker.generation import Generation
 from decode_worker.stream import EventStream
 from pdserve.engine.blocks import Prefix
 from pdserve.errors import Internal, PdserveError
+from pdserve.rpc.events import Finish
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +58,14 @@ class State(StrEnum):
     DECODING = "decoding"
     PREEMPTED = "preempted"
     DONE = "done"
+    FORKED = "forked"
     REFUSED = "refused"
     EXPIRED = "expired"
     ABORTED = "aborted"
     FAILED = "failed"
 
 
-EXITS = frozenset({State.DONE, State.REFUSED, State.EXPIRED, State.ABORTED, State.FAILED})
+EXITS = frozenset({State.DONE, State.FORKED, State.REFUSED, State.EXPIRED, State.ABORTED, State.FAILED})
 HANDOFF = frozenset({State.WAITING, State.GRANTED, State.RECEIVING})  # the cache is not complete yet
 RUNNING = frozenset({State.VERIFIED, State.PREFILLING, State.DECODING, State.PREEMPTED})
 
@@ -68,8 +74,8 @@ _NEXT = {
     State.WAITING: frozenset({State.GRANTED, State.VERIFIED, State.PREFILLING, State.REFUSED, State.DONE}) | _FAULTS,
     State.GRANTED: frozenset({State.WAITING, State.RECEIVING, State.VERIFIED}) | _FAULTS,
     State.RECEIVING: frozenset({State.WAITING, State.VERIFIED}) | _FAULTS,
-    State.VERIFIED: frozenset({State.DECODING, State.PREEMPTED, State.DONE}) | _FAULTS,
-    State.PREFILLING: frozenset({State.DECODING, State.PREEMPTED, State.DONE}) | _FAULTS,
+    State.VERIFIED: frozenset({State.DECODING, State.FORKED, State.PREEMPTED, State.DONE}) | _FAULTS,
+    State.PREFILLING: frozenset({State.DECODING, State.FORKED, State.PREEMPTED, State.DONE}) | _FAULTS,
     State.DECODING: frozenset({State.PREEMPTED, State.DONE}) | _FAULTS,
     State.PREEMPTED: frozenset({State.VERIFIED, State.PREFILLING, State.DECODING}) | _FAULTS,
 }
@@ -115,6 +121,12 @@ class Sequence:
     pages: tuple[int, ...] = ()  # block table: held or found again, then its own
     cached: int = 0  # tokens [0, cached) are in the pages
     first: FirstLogits | None = None  # until the first token was sampled
+    choices: tuple[Sequence, ...] = ()  # several outputs that begin on its cache; then it only brings that, and forks
+    replayed: tuple[Finish, ...] = ()  # of choices that are complete already: told when the others begin
+    origin: Sequence | None = None  # whose choice this is
+    shared_pages: int = 0  # that it began on together with the other choices
+    copied_pages: int = 0  # of these
+    leaving: tuple[int, ...] = ()  # pages that the step which runs copies from; no longer in `pages`
     stepping: bool = False  # part of the step that runs now
     ending: tuple[State, PdserveError] | None = None  # told to end; waits for step or writers
     attempt_error: PdserveError | None = None  # why the last attempt failed, if it did

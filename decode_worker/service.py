@@ -18,17 +18,18 @@ from cache_transfer.wire import (
     identity_to_proto,
     ticket_to_proto,
 )
-from decode_worker.admission import Admission, DecodeRequest, expected_identity
+from decode_worker.admission import Admission, DecodeRequest, Output, expected_identity
 from decode_worker.sequence import Sequence, State
 from decode_worker.stream import Event
 from pdserve.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest, PdserveError
+from pdserve.registry.adapter_service import AdapterService
 from pdserve.registry.worker_service import WorkerService
 from pdserve.rpc.convert import finish_to_proto, sampling_from_proto, tokens_to_proto
 from pdserve.rpc.deadline import remaining_s
 from pdserve.rpc.events import Finish, Prefilled, TokenBatch
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import to_detail
-from pdserve.v1 import decode_pb2, decode_pb2_grpc, worker_pb2_grpc
+from pdserve.v1 import adapters_pb2_grpc, decode_pb2, decode_pb2_grpc, worker_pb2_grpc
 
 if TYPE_CHECKING:
     from decode_worker.worker import DecodeWorker
@@ -54,10 +55,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         )
         retries = asyncio.create_task(self._take_retries(requests, sequence), name=f"retries of {sequence.key}")
         try:
-            if ticket is not None or sequence.here:
+            if ticket is not None or sequence.here:  # else it is done already
                 await self._write(context, self._admitted(sequence, admission, ticket))
-            event: Event | None = None
-            while not isinstance(event, Finish):
+            while not sequence.stream.over:
                 try:
                     event = await sequence.stream.next()
                 except PdserveError as error:
@@ -166,6 +166,7 @@ def request_from_proto(proto: decode_pb2.DecodeOpen, contract: WorkerContract) -
         sampling=sampling,
         prefill_contract=contract if proto.prefill_here else contract_from_proto(proto.prefill_contract),
         here=proto.prefill_here,
+        choices=tuple(Output(c.choice, tuple(c.output_ids), c.forwarded_tokens) for c in proto.choices),
     )
 
 
@@ -183,3 +184,4 @@ def add_services(server: Server, worker: DecodeWorker) -> None:
     """Decode and Worker, on a server that has not started yet."""
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, DecodeService(worker))
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(worker))
+    server.add(adapters_pb2_grpc.add_AdaptersServicer_to_server, AdapterService(worker))

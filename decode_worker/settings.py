@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.engine.plan import EngineConfig
@@ -74,7 +75,7 @@ class DecodeSettings:
 
     step_ms: float = 100.0
     """Milliseconds that a step should take at most in which streams wait for their next token: prompts that this
-    worker computes itself get as many tokens of it as fit, but at least 16. 0: always chunk_tokens."""
+    worker computes itself get as many tokens of it as fit, but at least 8. 0: always chunk_tokens."""
 
     max_unread_tokens: int = 256
     """Tokens that wait for a slow reader before its sequence pauses."""
@@ -110,11 +111,27 @@ class DecodeSettings:
     stall_s: float = 30.0
     """Seconds one engine step may take before health reports the worker as not serving."""
 
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """LoRA adapters to serve from the start: name = directory, as PEFT wrote it. Set for both pools under [model]."""
+
+    adapter_root: str = ""
+    """Directory under which adapters may be loaded while the worker serves; empty: none may."""
+
+    max_adapters: int = 16
+    """Adapters that may be loaded at a time, replaced ones that are still used among them."""
+
+    adapter_linger_s: float = 30.0
+    """Seconds that a replaced adapter stays after its last use, for requests that began on it elsewhere."""
+
     grace_s: float = 30.0
     """Seconds that sequences in flight get to finish when the worker is told to stop."""
 
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
+        if self.max_adapters < max(1, len(self.adapters)):
+            raise not_allowed("decode", "max_adapters", self.max_adapters, "at least 1, and one for each of adapters")
+        if self.adapter_linger_s < 0:
+            raise not_allowed("decode", "adapter_linger_s", self.adapter_linger_s, "0 seconds or more")
         if self.shared_memory not in ("auto", "off"):
             raise not_allowed("decode", "shared_memory", self.shared_memory, "auto or off")
         for name in ("max_queue", "max_batch", "recompute_tokens", "max_unread_tokens", "max_attempts"):

@@ -7,7 +7,7 @@ model just computed. Runs in the engine's thread; reads samplers, changes nothin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class DecodePlan:
     step: StepPlan
     first: Mapping[str, FirstLogits]
     samplers: Mapping[str, Sampler]
+    kept: frozenset[str] = frozenset()  # chunks whose last logits are wanted as they are
+    copies: tuple[tuple[int, int], ...] = ()  # pages (from, to) that are copied before the model runs
 
     @property
     def size(self) -> int:
@@ -45,6 +47,7 @@ class DecodeOutput:
 
     choices: Mapping[str, Choice | PdserveError]
     counters: StepCounters
+    kept: Mapping[str, FirstLogits] = field(default_factory=dict)
 
 
 def step_and_sample(engine: Engine, plan: DecodePlan) -> DecodeOutput:
@@ -53,18 +56,27 @@ def step_and_sample(engine: Engine, plan: DecodePlan) -> DecodeOutput:
     """
     logits: dict[str, Tensor] = {}
     counters = StepCounters()
+    for source, target in plan.copies:
+        engine.cache.copy_page(source, target)
     if plan.step.chunks:
         output = engine.step(plan.step)
         check_written(plan.step, output)
         counters = output.counters
         logits = {key: rows[-1] for key, rows in output.logits.items()}
+    kept = {key: kept_logits(logits.pop(key)) for key in plan.kept}
     for key, received in plan.first.items():
         logits[key] = first_logits(received)
     if logits.keys() != plan.samplers.keys():
         raise Internal("a step gave logits for other sequences than planned", reason="STEP_ROWS")
     keys = list(plan.samplers)
     choices = sample([(plan.samplers[key], logits[key]) for key in keys])
-    return DecodeOutput(dict(zip(keys, choices, strict=True)), counters)
+    return DecodeOutput(dict(zip(keys, choices, strict=True)), counters, kept)
+
+
+def kept_logits(row: Tensor) -> FirstLogits:
+    """[vocab] scores as they would have come with a handoff."""
+    dtype = "float64" if row.dtype == torch.float64 else "fp32"
+    return FirstLogits(dtype, row.detach().to("cpu", _DTYPES[dtype]).numpy().tobytes())
 
 
 def first_logits(received: FirstLogits) -> Tensor:

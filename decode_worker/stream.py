@@ -1,10 +1,10 @@
-"""What one sequence tells its reader, in order, bounded.
+"""What one request tells its reader, bounded; of each of its outputs in order.
 
-Queue `events`: producer: the worker (tickets, tokens, the end); consumer: one Generate
-handler; bound: `limit` unread tokens, one ticket and the end. Tokens that wait are merged into
-one message, and a new ticket takes the place of an unread one, which it has made stale. A full
-stream pauses its sequence instead of losing anything: the scheduler does not plan it until the
-reader has caught up, and the reaper ends it when it never does.
+Queue `events`: producer: the worker (tickets, tokens, the ends); consumer: one Generate
+handler; bound: `limit` unread tokens, one ticket and the ends. Tokens of an output that wait are
+merged into one message, and a new ticket takes the place of an unread one, which it has made stale.
+A full stream pauses its sequences instead of losing anything: the scheduler does not plan them
+until the reader has caught up, and the reaper ends them when it never does.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ Event = Ticket | Prefilled | TokenBatch | Finish
 
 
 class EventStream:
-    """Event loop only. Ends with a Finish or an error, once; later puts are ignored."""
+    """Event loop only. Ends with a Finish of each output, or with an error, once; later puts are ignored."""
 
     def __init__(
         self,
         limit: int,
         on_room: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        outputs: int = 1,
     ) -> None:
         self.full_since: float | None = None  # clock seconds; None: there is room
         self._limit = limit
@@ -37,6 +38,7 @@ class EventStream:
         self._events: deque[Event] = deque()
         self._unread = 0
         self._error: PdserveError | None = None
+        self._outputs = outputs  # that have not ended
         self._closed = False
         self._changed = asyncio.Event()
 
@@ -44,6 +46,11 @@ class EventStream:
     def unread(self) -> int:
         """Tokens that wait for the reader."""
         return self._unread
+
+    @property
+    def over(self) -> bool:
+        """Everything was read, and all outputs have ended as they should."""
+        return not self._events and not self._outputs
 
     def put(self, event: Event) -> None:
         if self._closed:
@@ -55,7 +62,8 @@ class EventStream:
         elif isinstance(event, Ticket):
             self._events = deque(waits for waits in self._events if not isinstance(waits, Ticket))
         self._events.append(event)
-        self._closed = isinstance(event, Finish)
+        self._outputs -= isinstance(event, Finish)
+        self._closed = not self._outputs
         self._changed.set()
 
     def fail(self, error: PdserveError) -> None:
@@ -65,7 +73,7 @@ class EventStream:
             self._changed.set()
 
     async def next(self) -> Event:
-        """The next event; waiting tokens come as one batch. Raises the error that ended the stream."""
+        """The next event; tokens of one output that wait come as one batch. Raises the error that ended the stream."""
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -76,15 +84,19 @@ class EventStream:
         event = self._events.popleft()
         if not isinstance(event, TokenBatch):
             return event
-        batches = [event]
-        while self._events and isinstance(following := self._events[0], TokenBatch):
-            batches.append(following)
-            self._events.popleft()
-        self._unread = 0
-        if self.full_since is not None:
+        batches, others = [event], deque[Event]()
+        for waits in self._events:
+            if isinstance(waits, TokenBatch) and waits.choice == event.choice:
+                batches.append(waits)
+            else:
+                others.append(waits)
+        self._events = others
+        batch = merged(batches)
+        self._unread -= len(batch.ids)
+        if self.full_since is not None and self._unread < self._limit:
             self.full_since = None
             self._on_room()
-        return merged(batches)
+        return batch
 
 
 def merged(batches: list[TokenBatch]) -> TokenBatch:

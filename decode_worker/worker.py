@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 
 from cache_transfer.contract import Endpoint, Ticket
 from cache_transfer.service import TransferService
@@ -20,6 +21,7 @@ from decode_worker.admission import Admission, DecodeRequest, Limits
 from decode_worker.pipeline import Pipeline
 from decode_worker.sequence import Sequence, State
 from decode_worker.settings import DecodeSettings
+from pdserve.engine.adapter_files import load_adapter
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.checks import check_tokenizer
 from pdserve.engine.engine import Engine
@@ -27,7 +29,7 @@ from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.runner import EngineThread
 from pdserve.registry.accounts import GRANT, PIN, PREEMPTED, REQUEST, TICKET, Accounts, Stake
 from pdserve.registry.pool_worker import PoolWorker
-from pdserve.registry.records import DECODE, Load, Registry
+from pdserve.registry.records import CHOICES, DECODE, GRAMMAR, Load, Registry
 from pdserve.rpc.server import Server
 from pdserve.tokenizer import Bundle, Tokenizer
 
@@ -46,6 +48,7 @@ class DecodeWorker(PoolWorker):
 
     pipeline: Pipeline
     takes_prompts = True
+    capabilities = frozenset({CHOICES, GRAMMAR})
 
     def __init__(
         self,
@@ -73,6 +76,8 @@ class DecodeWorker(PoolWorker):
             registry,
             self._thread,
             self.blocks,
+            self.engine.adapters,
+            partial(load_adapter, base=self.engine.base),
         )
         limits = Limits(
             model=self.model,
@@ -80,6 +85,7 @@ class DecodeWorker(PoolWorker):
             context_limit=min(settings.context_limit or spec.context_limit, spec.context_limit),
             pages=config.pages,
             page_size=config.page_size,
+            adapters=self.adapters,
             eos_ids=tuple(sorted({*spec.eos_ids, *(bundle.eos_ids if bundle else ())})),
             has_text=bundle is not None,
         )
@@ -132,12 +138,18 @@ class DecodeWorker(PoolWorker):
             predicted_wait_s=prompts.wait_s(unfinished, beside),
             fixed_step_ms=1000 * prompts.cost.fixed_s,
             decode_step_ms=1000 * prompts.cost.predict(beside) if beside else 0.0,
+            prefill_token_us=1e6 * prompts.cost.full_token_s(self.settings.chunk_tokens) if prompts.computed else 0.0,
+            prefill_pair_ns=1e9 * prompts.cost.pair_s if prompts.computed else 0.0,
+            step_ms=1000 * self.pipeline.step_s,
         )
 
     def accounts(self) -> Accounts:
         scheduler = self.pipeline.scheduler
         return replace(
-            super().accounts(), preemptions=scheduler.preemptions, recomputed_tokens=scheduler.recomputed_tokens
+            super().accounts(),
+            recomputed_tokens=scheduler.recomputed_tokens,
+            handoffs=self.pipeline.handoffs.verified_count,
+            **asdict(scheduler.counters),
         )
 
     def _stakes(self) -> tuple[Stake, ...]:
@@ -146,7 +158,7 @@ class DecodeWorker(PoolWorker):
 
 def _stakes_of(sequence: Sequence) -> Iterator[Stake]:
     """While the cache is on its way its deadline counts, afterwards the request's."""
-    own = sequence.pages[len(sequence.held) :]
+    own = (*sequence.pages[len(sequence.held) :], *sequence.leaving)
     if sequence.awaits_handoff:
         kind, deadline = GRANT if sequence.pages else TICKET, sequence.deadline
     else:

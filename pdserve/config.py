@@ -3,7 +3,7 @@
     [model]      path, name                      which model both pools serve
     [engine]     EngineConfig                    precision, pages, threads; [prefill.engine] and
                                                  [decode.engine] override single keys
-    [rpc]        RpcSettings                     message size, keepalive, timeouts, plaintext
+    [rpc]        RpcSettings                     message size, keepalive, timeouts, plaintext; [rpc.tls] certificates
     [registry]   RegistrySettings                where workers announce themselves
     [prefill]    PrefillSettings                 [decode]  DecodeSettings
     [router]     RouterSettings                  [pools]   PoolSettings
@@ -32,7 +32,7 @@ from pdserve.engine.plan import EngineConfig
 from pdserve.errors import ConfigError, not_allowed
 from pdserve.registry.records import DECODE, PREFILL
 from pdserve.registry.settings import RegistrySettings
-from pdserve.rpc.settings import RpcSettings
+from pdserve.rpc.settings import RpcSettings, TlsSettings
 from pdserve.scaling.plan import Cost, Plan, make_plan
 from pdserve.scaling.settings import ScalingSettings
 from prefill_worker.settings import PrefillSettings
@@ -56,6 +56,12 @@ class ModelSettings:
 
     name: str = ""
     """Name that clients ask for; empty: the checkpoint's own."""
+
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters that both pools serve from the start: { name = "directory" }."""
+
+    adapter_root: str = ""
+    """Directory, on every worker's machine, under which `pdserve adapters load` finds adapters; empty: it may not."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ def parse_config(tables: Table) -> Config:
             raise ConfigError("is a section, not a value", field=name, remedy=f"write [{name}] and its keys below")
 
     model = _section(ModelSettings, "model", tables.get("model", {}))
-    rpc = _section(RpcSettings, "rpc", tables.get("rpc", {}))
+    rpc = _rpc(tables.get("rpc", {}))
     registry = _section(RegistrySettings, "registry", tables.get("registry", {}))
     shared = {"rpc": rpc, "registry": registry}
     _engine("engine", tables.get("engine", {}))
@@ -176,7 +182,7 @@ def parse_config(tables: Table) -> Config:
         table = dict(tables.get(name, {}))
         own = table.pop("engine", {})
         given = shared | {"engine": _engine(f"{name}.engine", merge(tables.get("engine", {}), own))}
-        return _section(cls, name, table, given | {"model": model.path, "name": model.name})
+        return _section(cls, name, table, given | _of_model(model))
 
     return Config(
         model=model,
@@ -188,9 +194,14 @@ def parse_config(tables: Table) -> Config:
     )
 
 
+def _of_model(model: ModelSettings) -> dict[str, Any]:
+    """What both pools take from [model]."""
+    return {"model": model.path, "name": model.name, "adapters": model.adapters, "adapter_root": model.adapter_root}
+
+
 def _engine(section: str, table: Table) -> EngineConfig:
     settings = _section(EngineConfig, section, table)
-    for name, known in (("dtype", DTYPES), ("kv_dtype", ("", *DTYPES)), ("axis_order", ("hnd", "nhd"))):
+    for name, known in (("dtype", (*DTYPES, "auto")), ("kv_dtype", ("", *DTYPES)), ("axis_order", ("hnd", "nhd"))):
         value = getattr(settings, name)
         if value not in known:
             remedy = f"use one of {', '.join(filter(None, known))}"
@@ -199,6 +210,11 @@ def _engine(section: str, table: Table) -> EngineConfig:
         if getattr(settings, name) < 1:
             raise not_allowed(section, name, getattr(settings, name), "1 or more")
     return settings
+
+
+def _rpc(table: Table) -> RpcSettings:
+    plain = {key: value for key, value in table.items() if key != "tls"}
+    return _section(RpcSettings, "rpc", plain, {"tls": _section(TlsSettings, "rpc.tls", table.get("tls", {}))})
 
 
 def operator_key(path: str | Path | None) -> str:

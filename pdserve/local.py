@@ -24,7 +24,7 @@ from pdserve.engine.checks import check_tokenizer
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, StepCounters, StepPlan
 from pdserve.errors import Exhausted, InvalidRequest, PdserveError
-from pdserve.request import SamplingParams, check_token_ids
+from pdserve.request import SamplingParams, check_choices, check_token_ids
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.tokenizer import Bundle, Tokenizer
 
@@ -97,20 +97,24 @@ class LocalRunner:
         )
 
     def generate(
-        self, ids: Sequence[int], params: SamplingParams, *, observe: Observer | None = None
+        self, ids: Sequence[int], params: SamplingParams, *, n: int = 1, observe: Observer | None = None
     ) -> Iterator[Event]:
         """Yields one TokenBatch per token, then a Finish. Checked at the call, before the first `next`.
 
         Closing the iterator early frees the pages.
 
         Args:
-            observe: called with (0, output index, raw logits [vocab]) before each token is chosen.
+            n: outputs, each with its Finish; nothing is shared between them.
+            observe: called with (choice, output index, raw logits [vocab]) before each token is chosen.
 
         Raises:
             InvalidRequest: as the decode worker would.
         """
-        running = self._admit(0, ids, params)
-        return (event for _, event in self._run([running], observe))
+        check_choices(n)
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(64))
+        running = [self._admit(choice, ids, params, choice) for choice in range(n)]
+        return (event for _, event in self._run(running, observe))
 
     def generate_batch(
         self,
@@ -135,7 +139,7 @@ class LocalRunner:
             outputs.append(LocalOutput(whole.ids, whole.text, ends[number], whole))
         return outputs
 
-    def _admit(self, number: int, ids: Sequence[int], params: SamplingParams) -> _Running:
+    def _admit(self, number: int, ids: Sequence[int], params: SamplingParams, choice: int = 0) -> _Running:
         ids, limits = tuple(ids), self._limits
         check_token_ids(ids, limits.contract.vocab_size)
         params.check(limits.contract.vocab_size)
@@ -151,7 +155,7 @@ class LocalRunner:
             )
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(64))
-        generation = Generation(ids, params, limit, limits.eos_ids, self.tokenizer, self._grammars)
+        generation = Generation(ids, params, limit, limits.eos_ids, self.tokenizer, self._grammars, choice)
         return _Running(number, ids, generation, tokens)
 
     def _run(self, todo: Sequence[_Running], observe: Observer | None) -> Iterator[tuple[int, Event]]:

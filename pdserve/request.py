@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.errors import InvalidRequest, NotFound, shown
@@ -13,6 +13,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_TOKEN_ENTRIES = 1024  # of logit_bias, and of stop_token_ids
 MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_CHOICES = 128  # outputs of one prompt
 
 JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"  # kinds of grammar, by the option that sets them
 
@@ -107,6 +108,12 @@ class SamplingParams:
             self.grammar.check()
 
 
+def check_choices(n: int) -> None:
+    """Raises InvalidRequest for a number of outputs that no request may have."""
+    if not 1 <= n <= MAX_CHOICES:
+        raise _invalid("n", n, f"1 to {MAX_CHOICES}")
+
+
 def check_token_ids(ids: tuple[int, ...], vocab_size: int, name: str = "prompt") -> None:
     """Raises InvalidRequest for an empty prompt or the first id outside the vocabulary."""
     if not ids:
@@ -123,8 +130,12 @@ def check_token_ids(ids: tuple[int, ...], vocab_size: int, name: str = "prompt")
             )
 
 
-def check_served(served: str, model: str, adapter: bytes | None) -> None:
-    """Raises NotFound for another model than the worker serves (empty: any), or for an adapter."""
+def check_served(served: str, model: str, adapter: bytes | None, adapters: Container[bytes] = ()) -> None:
+    """Raises NotFound for another model than the worker serves (empty: any), or an adapter that it has not.
+
+    Args:
+        adapters: digests that new requests may use.
+    """
     if model and model != served:
         raise NotFound(
             f"this worker serves {served!r}, not {model!r}",
@@ -132,13 +143,19 @@ def check_served(served: str, model: str, adapter: bytes | None) -> None:
             field="model",
             remedy="ask a worker whose record names the model",
         )
-    if adapter is not None:
-        raise NotFound(
-            f"this worker has no adapter {adapter.hex()[:16]}",
-            reason="UNKNOWN_ADAPTER",
-            field="adapter_digest",
-            remedy="ask for the base model",
-        )
+    if adapter is not None and adapter not in adapters:
+        raise unknown_adapter(adapter)
+
+
+def unknown_adapter(digest: bytes) -> NotFound:
+    """For work that names a version of an adapter that is not here; another worker may have it."""
+    return NotFound(
+        f"this worker has no adapter {digest.hex()[:16]}",
+        reason="UNKNOWN_ADAPTER",
+        field="adapter_digest",
+        remedy="load it, or ask for the base model",
+        retryable=True,
+    )
 
 
 def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -12,6 +12,7 @@ from pdserve.engine.checkpoint_files import CheckpointFiles
 from pdserve.engine.load import load_model, model_path
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import EngineConfig
+from pdserve.engine.rope_scaling import within
 from pdserve.errors import ConfigError
 from pdserve.registry.open import open_registry
 from pdserve.registry.records import Registry
@@ -20,18 +21,29 @@ from pdserve.rpc.process import Service, parser, run, serve
 from pdserve.rpc.settings import RpcSettings
 from pdserve.tokenizer import Bundle, load_bundle
 
-Flags = Sequence[tuple[str, type, str, str]]  # name, type, metavar, help
+Flags = Sequence[tuple[str, Callable[[str], Any], str, str]]  # name, type, metavar, help
+
+
+def adapter_paths(text: str) -> dict[str, str]:
+    """NAME=PATH,NAME=PATH. Raises ValueError."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(name and path for name, _, path in pairs):
+        raise ValueError(text)
+    return {name: path for name, _, path in pairs}
+
 
 WORKER_FLAGS: Flags = (
     ("--model", str, "PATH", 'checkpoint directory or file; "smollm2": the packaged model'),
     ("--name", str, "NAME", "served model name (default: the checkpoint's own)"),
     ("--worker-id", str, "ID", "name in the registry (default: a random one)"),
+    ("--adapters", adapter_paths, "NAME=PATH,...", "LoRA adapters to serve from the start"),
+    ("--adapter-root", str, "PATH", "directory under which adapters may be loaded later (default: none may)"),
     ("--host", str, "HOST", "interface to listen on (default: loopback)"),
     ("--port", int, "PORT", "port to listen on; 0 takes any free one"),
     ("--advertise", str, "HOST:PORT", "address that others reach this worker by"),
 )
 ENGINE_FLAGS: Flags = (
-    ("--dtype", str, "TYPE", "of weights, activations and cache: bf16, fp32, fp16 or float64"),
+    ("--dtype", str, "TYPE", "of weights, activations and cache: fp32, bf16, fp16, float64, or auto: the checkpoint's own"),
     ("--pages", int, "N", "pages of the cache pool"),
     ("--page-size", int, "TOKENS", "tokens of a page"),
     ("--threads", int, "N", "threads that compute one step"),
@@ -45,6 +57,8 @@ class WorkerSettings(Protocol):
     def model(self) -> str: ...
     @property
     def engine(self) -> EngineConfig: ...
+    @property
+    def context_limit(self) -> int: ...
     @property
     def rpc(self) -> RpcSettings: ...
     @property
@@ -67,6 +81,7 @@ async def open_worker(build: Build[S, W], settings: S, registry: Registry | None
     path, engine = model_path(settings.model), settings.engine
     files = CheckpointFiles(engine.keep_digests)
     model = await asyncio.to_thread(load_model, path, engine.dtype, engine.device, files)
+    model = replace(model, spec=within(model.spec, settings.context_limit))
     bundle = await asyncio.to_thread(load_bundle, path)
     return build(model, bundle, settings, registry)
 

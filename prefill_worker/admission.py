@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from cache_transfer.contract import (
@@ -45,17 +46,18 @@ class Limits:
     context_limit: int  # tokens
     pages: int
     page_size: int  # tokens
+    adapters: Container[bytes] = ()  # digests that new requests may use
 
 
 def check_request(request: PrefillRequest, limits: Limits) -> None:
     """Refuses what this worker can never compute, or what its receiver would not take.
 
     Raises:
-        NotFound: another model (UNKNOWN_MODEL), or an adapter (UNKNOWN_ADAPTER).
+        NotFound: another model (UNKNOWN_MODEL), or an adapter that is not here (UNKNOWN_ADAPTER).
         InvalidRequest: EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, PROMPT_TOO_LONG, POOL_TOO_SMALL, INVALID_TICKET.
         Incompatible: the receiver's contract or expected identity differs; names the field.
     """
-    check_served(limits.model, request.model, request.adapter)
+    check_served(limits.model, request.model, request.adapter, limits.adapters)
     check_token_ids(request.prompt_ids, limits.contract.vocab_size, "prompt_ids")
     if request.output_ids:
         check_token_ids(request.output_ids, limits.contract.vocab_size, "output_ids")

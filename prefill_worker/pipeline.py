@@ -38,6 +38,7 @@ from prefill_worker.announce import Announcements
 from prefill_worker.handoff import Job, exit_state
 from prefill_worker.peers import Peers
 from prefill_worker.scheduler import Prompt, Scheduler, State
+from prefill_worker.sending import SendRate
 from prefill_worker.settings import PrefillSettings
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class Pipeline:
             lease_s=settings.lease_s,
         )
         self.jobs: dict[Prompt, Job] = {}  # every prompt that waits or holds pages
+        self.sending = SendRate()
+        self.step_s = 0.0  # the running step's, as expected; 0: none runs
         self.quiet = asyncio.Event()  # no prompt is here
         self.quiet.set()
         self._engine = engine
@@ -101,6 +104,7 @@ class Pipeline:
             # A ticket that ran out in the queue would be refused after all the work.
             queue_deadline=now + min(deadline_s, request.ticket.ttl_ms / 1000),
             tenant=request.tenant,
+            adapter=request.adapter,
         )
         wait_s = self.predicted_wait_s(len(prompt.ids)) if self.scheduler.cost.known else 1.0
         self.scheduler.submit(prompt, retry_after_ms=max(1, round(1000 * wait_s)))
@@ -145,6 +149,10 @@ class Pipeline:
     def count(self) -> int:
         return len(self.jobs)
 
+    @property
+    def adapters_in_use(self) -> tuple[bytes | None, ...]:
+        return tuple(job.request.adapter for job in self.jobs.values())
+
     def predicted_wait_s(self, tokens: int) -> float:
         """Seconds before a prompt of so many tokens that came now would begin; 0 while no step has run."""
         running = max(0.0, self._step_ends - time.monotonic()) if self._step_ends else 0.0
@@ -156,6 +164,7 @@ class Pipeline:
         error: PdserveError | None = Internal("the handoff ended without an error", reason="HANDOFF")
         try:
             report = await sender.run()
+            self.sending.observe(report)
             state, error = State.RELEASED, None
         except PdserveError as failure:
             state, error = job.ending or (exit_state(failure), failure)
@@ -224,7 +233,8 @@ class Pipeline:
             job.still.clear()
             job.computing = job.computing or now
         spans = [(chunk.start, len(chunk.ids)) for chunk in plan.chunks]
-        self._step_ends = now + self.scheduler.cost.predict(spans)
+        self.step_s = self.scheduler.cost.predict(spans)
+        self._step_ends = now + self.step_s
         parts = [(job, start, start + count) for job, (start, count) in zip(jobs, spans, strict=True)]
         on_layer = Announcements(self._contract, parts)
 
@@ -241,7 +251,7 @@ class Pipeline:
             log.exception("a step failed")
             return Internal("the engine failed", reason="ENGINE_FAILED", remedy="see the worker's log", retryable=True)
         finally:
-            self._step_ends = 0.0
+            self._step_ends = self.step_s = 0.0
         self.scheduler.cost.observe(spans, time.monotonic() - now)
         return output
 

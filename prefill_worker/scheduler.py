@@ -62,6 +62,7 @@ class Prompt:
     deadline: float  # monotonic seconds: the caller's, or the end of the lease if that is earlier
     queue_deadline: float  # latest time to leave the queue: after it the ticket is of no use
     tenant: str = ""
+    adapter: bytes | None = None
     number: int = 0  # in the order of arrival; `submit` counts
     state: State = State.QUEUED
     pages: tuple[int, ...] = ()
@@ -248,6 +249,7 @@ class Scheduler:
             start=prompt.done,
             pages=prompt.pages,
             logits="last" if last else "none",
+            adapter=prompt.adapter,
         )
 
 

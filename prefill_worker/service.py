@@ -8,10 +8,11 @@ import grpc
 
 from cache_transfer.wire import contract_from_proto, identity_from_proto, ticket_from_proto
 from pdserve.errors import InvalidRequest
+from pdserve.registry.adapter_service import AdapterService
 from pdserve.registry.worker_service import WorkerService
 from pdserve.rpc.deadline import remaining_s
 from pdserve.rpc.server import Server
-from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
+from pdserve.v1 import adapters_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
 from prefill_worker.admission import PrefillRequest
 
 if TYPE_CHECKING:
@@ -75,3 +76,4 @@ def add_services(server: Server, worker: PrefillWorker) -> None:
     """Adds Prefill and Worker to a server that has not started yet."""
     server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, PrefillService(worker))
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(worker))
+    server.add(adapters_pb2_grpc.add_AdaptersServicer_to_server, AdapterService(worker))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.engine.plan import EngineConfig
@@ -82,11 +83,27 @@ class PrefillSettings:
     """Lets `pdserve verify worker:HOST:PORT` see what this model computes for its own test prompts, layer by layer.
     No request's data is shown, but whoever reaches the port can use the engine and learn about the weights."""
 
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """LoRA adapters to serve from the start: name = directory, as PEFT wrote it. Set for both pools under [model]."""
+
+    adapter_root: str = ""
+    """Directory under which adapters may be loaded while the worker serves; empty: none may."""
+
+    max_adapters: int = 16
+    """Adapters that may be loaded at a time, replaced ones that are still used among them."""
+
+    adapter_linger_s: float = 30.0
+    """Seconds that a replaced adapter stays after its last use, for requests that began on it elsewhere."""
+
     grace_s: float = 30.0
     """Seconds that prompts in flight get to finish when the worker is told to stop."""
 
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
+        if self.max_adapters < max(1, len(self.adapters)):
+            raise not_allowed("prefill", "max_adapters", self.max_adapters, "at least 1, and one for each of adapters")
+        if self.adapter_linger_s < 0:
+            raise not_allowed("prefill", "adapter_linger_s", self.adapter_linger_s, "0 seconds or more")
         if self.shared_memory not in ("auto", "off"):
             raise not_allowed("prefill", "shared_memory", self.shared_memory, "auto or off")
         if self.max_queue < 1:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.contract import Endpoint
+from pdserve.engine.adapter_files import load_adapter
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.checks import check_tokenizer
 from pdserve.engine.engine import Engine
@@ -75,6 +77,8 @@ class PrefillWorker(PoolWorker):
             registry,
             self._thread,
             self.blocks,
+            self.engine.adapters,
+            partial(load_adapter, base=self.engine.base),
         )
         self._limits = Limits(
             model=self.model,
@@ -82,6 +86,7 @@ class PrefillWorker(PoolWorker):
             context_limit=min(settings.context_limit or spec.context_limit, spec.context_limit),
             pages=config.pages,
             page_size=config.page_size,
+            adapters=self.adapters,
         )
         self._peers = Peers(settings.rpc, shares_memory=settings.shared_memory != "off")
         self.pipeline = Pipeline(
@@ -149,6 +154,10 @@ class PrefillWorker(PoolWorker):
             queued_prefill_tokens=scheduler.queued_tokens,
             fixed_step_ms=1000 * scheduler.cost.fixed_s,
             predicted_wait_s=self.pipeline.predicted_wait_s(self.settings.chunk_tokens),
+            transfer_bytes_per_s=self.pipeline.sending.bytes_per_s,
+            prefill_token_us=1e6 * scheduler.cost.full_token_s(self.settings.chunk_tokens),
+            prefill_pair_ns=1e9 * scheduler.cost.pair_s,
+            step_ms=1000 * self.pipeline.step_s,
         )
 
     def _stakes(self) -> tuple[Stake, ...]:

@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Collection
+from dataclasses import replace
 
 from pdserve.errors import PdserveError
-from pdserve.registry.memory import MemoryRegistry
+from pdserve.registry.memory import MAX_WORKERS, MemoryRegistry
 from pdserve.registry.open import describe_url, open_registry
 from pdserve.registry.records import Registry
+from pdserve.registry.redis import RedisRegistry
 from pdserve.registry.service import add_registry
 from pdserve.rpc.server import Server
+from pdserve.rpc.settings import Options
+from pdserve.rpc.tls import http_context
+from router.adapter_service import ADAPTERS, RouterAdapterService, add_adapters
 from router.auth import Authenticator, Doorkeeper
 from router.channels import WorkerChannels
 from router.gate import Gate
@@ -30,9 +36,14 @@ from router.orchestrate import Orchestrator
 from router.pool import Pool
 from router.service import GATEWAY, GatewayService, add_gateway
 from router.settings import RouterSettings
+from router.shared_prefixes import PrefixShare
 from router.tokens import BundleCache
 
 log = logging.getLogger(__name__)
+
+# gRPC measures each connection's bandwidth with pings as data comes, hence for every heartbeat. Prompts are small
+# enough for a fixed window.
+_SMALL_MESSAGES: Options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 20))
 
 FAREWELL_S = 2.0  # for the clients of requests that a drain has ended to take the error
 
@@ -62,10 +73,12 @@ class Router:
         self.bundles = BundleCache(self.channels, settings.max_bundles, settings.rpc.call_timeout_s)
         self.intake = Intake(self.pool, self.bundles, settings)
         self.orchestrator = Orchestrator(self.pool, self.channels, settings)
+        self.sharing = self._share()
         self.grpc = self._gateway()
         app = OpenAiApi(self.intake, self.orchestrator, self.pool, settings, self.authenticator).app()
         limits = HttpLimits(settings.http_connections, settings.http_header_s)
-        self.http = HttpServer(app, settings.http_interface, settings.http_port, settings.rpc, limits)
+        tls = _http_tls(settings)
+        self.http = HttpServer(app, settings.http_interface, settings.http_port, settings.rpc, limits, tls)
 
     @property
     def address(self) -> str:
@@ -86,6 +99,8 @@ class Router:
         """
         try:
             await self.pool.start()
+            if self.sharing is not None:
+                self.sharing.start()
             await self.grpc.start()
             await self._report_ready()
             await self.http.start()
@@ -116,6 +131,8 @@ class Router:
         await self.drain(0.0)
         await self.orchestrator.idle()
         await self.pool.stop()
+        if self.sharing is not None:
+            await self.sharing.stop()
         await self.bundles.close()
         await self.channels.close()
         if self._owns_registry:
@@ -130,13 +147,30 @@ class Router:
         if not self._draining:
             await self.grpc.set_serving(self.pool.can_serve, GATEWAY)
 
+    def _share(self) -> PrefixShare | None:
+        """None: no other router could be told."""
+        if not isinstance(self.registry, RedisRegistry):
+            return None
+        return PrefixShare(self.orchestrator.prefixes, self.registry.board(), self.settings.share_s)
+
     def _gateway(self) -> Server:
         settings = self.settings
         name = describe_url(settings.registry.url)
-        doorkeeper = Doorkeeper(self.authenticator, GATEWAY)
-        server = Server(settings.rpc, settings.host, settings.port, interceptors=[doorkeeper])
+        doors = [Doorkeeper(self.authenticator, service) for service in (GATEWAY, ADAPTERS)]
+        rpc = settings.rpc
+        if isinstance(self.registry, MemoryRegistry):  # each worker's heartbeats are one call that lasts
+            rpc = replace(rpc, max_concurrent_calls=rpc.max_concurrent_calls + MAX_WORKERS)
+        server = Server(rpc, settings.host, settings.port, extra_options=_SMALL_MESSAGES, interceptors=doors)
         gateway = GatewayService(self.intake, self.orchestrator, self.pool, settings, name, self.authenticator)
         add_gateway(server, gateway)
+        adapters = RouterAdapterService(self.pool, self.channels, settings, self.authenticator, self.intake.model)
+        add_adapters(server, adapters)
         if isinstance(self.registry, MemoryRegistry):
             add_registry(server, self.registry)
         return server
+
+
+def _http_tls(settings: RouterSettings) -> ssl.SSLContext | None:
+    if not settings.rpc.tls.enabled:
+        return None
+    return http_context(settings.http_tls, client_certificates=settings.http_client_certificates)

@@ -63,8 +63,8 @@ class Attempts:
         """Tokens and finish to the backlog. Raises decode's errors, and prefill's last."""
         account = self._account
         request = account.fitted(pair)
-        size = cache_tokens(account.prefill_tokens, request.max_tokens - account.output_tokens)
-        job = self._pool.begin(pair.decode, 0, size)
+        size = cache_tokens(account.prefill_tokens, request.max_tokens - account.prefilled_output)
+        job = self._pool.begin(pair.decode, 0, size, max(1, len(request.choices)))
         try:
             async with DecodeCall(self._channels, pair.decode.address, left_s(request)) as call:
                 first = await self._admission(call, pair, request)
@@ -75,7 +75,7 @@ class Attempts:
                 if not account.accepted:
                     account.accepted = True
                     seed = request.sampling.seed or 0
-                    await self._backlog.put(Accepted(request.id, request.model, len(request.prompt_ids), seed))
+                    await self._backlog.put(Accepted(request.id, request.served, len(request.prompt_ids), seed))
                 return await self._prefill_and_stream(call, pair, request, first)
         finally:
             self._pool.end(job)
@@ -89,7 +89,8 @@ class Attempts:
                 event = await call.next()
         except TimeoutError as error:
             raise lost(pair.decode.address, f"no answer within {limit_s:g} s") from error
-        if isinstance(event, Admitted) or (isinstance(event, Finish) and request.output_ids):
+        goes_on = bool(request.output_ids) or any(choice.output_ids for choice in request.choices)
+        if isinstance(event, Admitted) or (isinstance(event, Finish) and goes_on):
             return event
         raise unexpected(event, "before admitting the request")
 
@@ -194,19 +195,30 @@ class Attempts:
         request: Request,
         prefill: asyncio.Task[PrefillReport] | None,
     ) -> Finish:
-        """Forwards tokens until the finish; however that comes out, prefill's numbers get a little time."""
+        """Forwards tokens, and all finishes but the last; however that comes out, prefill's numbers get a little time
+        before the first one.
+        """
+        account = self._account
         try:
             async with watched(self._pool, pair.decode, self._settings.inter_token_timeout_s) as silence:
-                while isinstance(event, TokenBatch):
-                    check_tokens(event, request, self._account, pair.decode)
-                    self._account.tokens(event)
-                    await self._backlog.put(event)
+                while True:
+                    if isinstance(event, TokenBatch):
+                        check_tokens(event, request, account, pair.decode)
+                        account.tokens(event)
+                        await self._backlog.put(event)
+                    elif isinstance(event, Finish):
+                        check_end(event, account, pair.decode)
+                        account.ended(event)
+                        if account.complete:
+                            break
+                        await self._settle(prefill)
+                        prefill = None
+                        await self._backlog.put(account.finish(event))
+                    else:
+                        raise unexpected(event, "among the tokens")
                     silence.begins()
                     event = await call.next()
                     silence.ends()
-            if not isinstance(event, Finish):
-                raise unexpected(event, "among the tokens")
-            check_count(event, self._account, pair.decode)
         except PdserveError:
             await self._settle(prefill)
             raise
@@ -241,7 +253,7 @@ def check_admitted(request: Request, pair: Pair, admitted: Admitted, allow_lossy
     check_compatible(pair.prefill.record.contract, admitted.contract, allow_lossy)
     expected = HandoffIdentity(
         contract_digest=request.contract_digest,
-        adapter_digest=None,
+        adapter_digest=request.adapter_digest,
         tenant=request.tenant,
         prompt_digest=prompt_digest(request.ids),
         start=admitted.identity.start,
@@ -252,7 +264,8 @@ def check_admitted(request: Request, pair: Pair, admitted: Admitted, allow_lossy
 
 def check_tokens(batch: TokenBatch, request: Request, account: Account, decode: Member) -> None:
     """Raises Internal for tokens that do not follow those there are, or that are none or more than was asked for."""
-    due = account.output_tokens
+    check_choice(batch.choice, account, decode)
+    due = len(account.outputs[batch.choice].ids)
     if not batch.ids:
         raise mismatch(decode, f"sent a message without a token where {due} was due")
     if batch.first_index != due:
@@ -263,10 +276,18 @@ def check_tokens(batch: TokenBatch, request: Request, account: Account, decode: 
         raise mismatch(decode, f"sent logprobs for {len(batch.logprobs)} of {len(batch.ids)} tokens")
 
 
-def check_count(finish: Finish, account: Account, decode: Member) -> None:
-    """Raises Internal for an end that counts other tokens than came."""
-    if finish.usage.output_tokens != account.output_tokens:
-        raise mismatch(decode, f"counts {finish.usage.output_tokens} tokens at the end, {account.output_tokens} came")
+def check_choice(choice: int, account: Account, decode: Member) -> None:
+    """Raises Internal for an output that was not asked for, or has ended."""
+    if choice >= len(account.outputs) or account.outputs[choice].finish is not None:
+        raise mismatch(decode, f"sent something of choice {choice}, where nothing of it was due")
+
+
+def check_end(finish: Finish, account: Account, decode: Member) -> None:
+    """Raises Internal for an end that counts other tokens than came, or comes twice."""
+    check_choice(finish.choice, account, decode)
+    came = len(account.outputs[finish.choice].ids)
+    if finish.usage.output_tokens != came:
+        raise mismatch(decode, f"counts {finish.usage.output_tokens} tokens at the end, {came} came")
 
 
 def left_s(request: Request) -> float:

@@ -1,7 +1,7 @@
 """The events of one request that its client has not read yet.
 
 Producer: the request's orchestration task. Consumer: the door the client came through.
-Bound: `limit` tokens; adjacent token batches merge, so a slow client finds one large
+Bound: `limit` tokens; waiting token batches of one choice merge, so a slow client finds one large
 message instead of many small ones, and a full backlog makes the producer wait.
 """
 
@@ -49,12 +49,17 @@ class Backlog:
     async def put(self, event: Event) -> None:
         """Appends; waits while the backlog is full."""
         await self._space.wait()
-        last = self._events[-1] if self._events else None
-        if isinstance(event, TokenBatch) and isinstance(last, TokenBatch) and event.choice == last.choice:
-            self._events[-1] = merge(last, event)
-        else:
+        if not (isinstance(event, TokenBatch) and self._joined(event)):
             self._events.append(event)
         self._settle()
+
+    def _joined(self, batch: TokenBatch) -> bool:
+        """Puts it to tokens of its choice that wait, if there are any: between choices the order is free."""
+        for at, waits in enumerate(self._events):
+            if isinstance(waits, TokenBatch) and waits.choice == batch.choice:
+                self._events[at] = merge(waits, batch)
+                return True
+        return False
 
     def add(self, record: HandoffRecord) -> None:
         """Appends the record of a request that has failed, without waiting: there is one, and nothing follows it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -18,8 +19,16 @@ from router.http_protocol import MAX_HEADER_BYTES, HttpLimits, bounded
 class HttpServer:
     """One listener. States: built -> start() -> serving -> stop() -> stopped."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, rpc: RpcSettings, limits: HttpLimits) -> None:
-        """Raises ConfigError when `host` is not loopback and plaintext is not allowed. Port 0: any free one."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        rpc: RpcSettings,
+        limits: HttpLimits,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Port 0: any free one. Raises ConfigError when `host` is not loopback and plaintext is not allowed."""
         check_plaintext(host, rpc)
         self._host = host
         self._port = port
@@ -34,6 +43,7 @@ class HttpServer:
             lifespan="off",
             ws="none",
             server_header=False,
+            ssl_context_factory=(lambda config, default: tls) if tls else None,
         )
         self._server = _Embedded(config)
         self._task: asyncio.Task[None] | None = None

@@ -9,14 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdserve.errors import Internal, InvalidRequest, NotFound, PdserveError, Unavailable, shown
-from pdserve.request import SamplingParams, check_token_ids
+from pdserve.errors import Internal, InvalidRequest, PdserveError, Unavailable
+from pdserve.registry.records import CHOICES
+from pdserve.request import SamplingParams, check_choices, check_token_ids
 from pdserve.tokenizer import Tokenizer
+from router.adapters import named, only_with, version_of
 from router.gate import Match, Member, Verdict, explain
 from router.placement import Room, check_prompt_length, widest
+from router.planner import able
 from router.pool import Pool
 from router.record import log_refused
-from router.request import Ask, Request, router_full
+from router.request import Ask, Request, needs, router_full
 from router.settings import RouterSettings
 from router.tokens import BundleCache, encode, holders, unknown_model
 
@@ -72,16 +75,15 @@ class Intake:
     async def _take(self, ask: Ask, tenant: str) -> Request:
         received = time.monotonic()
         ask.sampling.check()
-        if ask.adapter:
-            raise NotFound(
-                f"adapter {shown(ask.adapter)} is not served",
-                reason="UNKNOWN_ADAPTER",
-                field="adapter",
-                remedy="leave it out",
-            )
-        model = self._model(ask.model)
+        check_choices(ask.n)
+        asked = named(self._pool, ask.model, ask.adapter)
+        model = self.model(asked.model)
         ready = self._pool.ready(model)
         verdict = self._pool.verdict(model)
+        digest = None
+        if asked.adapter:
+            digest = ask.version or version_of(ready, verdict.matches, model, asked.adapter)
+            verdict = only_with(verdict, asked.adapter, digest)
         reading = await self._read(ask, ready, verdict, model)
         timeout_s = min(self._settings.request_timeout_s, ask.timeout_s or float("inf"))
         return Request(
@@ -100,6 +102,9 @@ class Intake:
             tokenizer_digest=reading.tokenizer_digest,
             vocab_size=reading.vocab_size,
             tokenizer=reading.tokenizer,
+            n=ask.n,
+            adapter=asked.adapter,
+            adapter_digest=digest,
         )
 
     async def _read(self, ask: Ask, ready: Sequence[Member], verdict: Verdict, model: str) -> _Reading:
@@ -122,6 +127,7 @@ class Intake:
         asked = with_defaults(ask, tokenizer)
         asked = asked if ask.adapt is None else ask.adapt(tokenizer, asked)
         asked.check(contract.vocab_size)
+        check_able(matches, needs(asked, ask.n))
         sampling, least = complete(asked, len(ids), limit)
         return _Reading(
             contract_digest=matches[0].contract_digest,
@@ -138,7 +144,7 @@ class Intake:
 
         Raises NotFound, Unavailable or Incompatible as `take` does, and InvalidRequest for a model without tokenizer.
         """
-        model = self._model(name)
+        model = self.model(named(self._pool, name, "").model)
         ready, verdict = self._pool.ready(model), self._pool.verdict(model)
         matches = next(by_contract(verdict), ())
         if not matches:
@@ -154,7 +160,8 @@ class Intake:
         """None for models without one (an empty digest)."""
         return await self._bundles.get(digest, holders(members, digest)) if digest else None
 
-    def _model(self, name: str) -> str:
+    def model(self, name: str) -> str:
+        """The served model of that name; empty: the only one. Raises NotFound, InvalidRequest or Unavailable."""
         served = list(self._pool.models())
         if not served:
             raise Unavailable(
@@ -184,6 +191,19 @@ def with_defaults(ask: Ask, tokenizer: Tokenizer | None) -> SamplingParams:
     if "top_k" in taken:
         taken["top_k"] = int(taken["top_k"])
     return replace(ask.sampling, **taken) if taken else ask.sampling
+
+
+def check_able(matches: Sequence[Match], needed: frozenset[str]) -> None:
+    """Raises Unavailable naming the option that no decode worker follows: older ones would ignore it."""
+    if able(matches, needed):
+        return
+    missing = next((name for name in sorted(needed) if not able(matches, frozenset({name}))), min(needed))
+    raise Unavailable(
+        f"no decode worker of this model follows {missing}: they are of an older version",
+        reason="NOT_CAPABLE",
+        field={CHOICES: "n"}.get(missing, missing),
+        remedy="update the decode workers, or leave it out",
+    )
 
 
 def _cut(asked: SamplingParams, given: SamplingParams) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """One answer in OpenAI's JSON, whole or in chunks: what chat and text completions have in common.
 
-An answer has one choice per prompt (prompt-major, once a prompt may have several). Each decodes its own bytes, so that
-no character is cut in two. An event of a stream costs one string: everything but its text is written once per choice.
+An answer has `n` choices per prompt, prompt-major. Each decodes its own bytes, so that no character is cut in two. An
+event of a stream costs one string: everything but its text is written once per choice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Answer(ABC):
     chunk_kind: ClassVar[str]
 
     def __init__(self, requests: Sequence[Request], *, wants_usage: bool = False, wants_ids: bool = False) -> None:
-        self.choices = [Choice(number, request) for number, request in enumerate(requests)]
+        outputs = [request for request in requests for _ in range(request.n)]
+        self.choices = [Choice(index, request) for index, request in enumerate(outputs)]
+        self._requests = requests
         self.record: HandoffRecord | None = None  # when asked for, from shortly before the end
         self.wants_usage = wants_usage
         self._wants_ids = wants_ids
@@ -65,7 +67,7 @@ class Answer(ABC):
 
     def keep(self, number: int, event: TokenBatch | Finish) -> None:
         """For `whole`."""
-        choice = self.choices[number]
+        choice = self._choice(number, event)
         if isinstance(event, TokenBatch):
             self._take(choice, event)
         else:
@@ -77,7 +79,7 @@ class Answer(ABC):
 
     def event(self, number: int, event: TokenBatch | Finish) -> bytes:
         """The events of a stream for this one; none where there is nothing to show."""
-        choice = self.choices[number]
+        choice = self._choice(number, event)
         if isinstance(event, Finish):
             return self._ending(choice, event)
         text, logprobs = self._take(choice, event)
@@ -104,6 +106,9 @@ class Answer(ABC):
     def extension(self) -> Json:
         """What OpenAI's clients do not know, and only comes when asked for: `pdserve_record`."""
         return {} if self.record is None else {"pdserve_record": asdict(self.record)}
+
+    def _choice(self, number: int, event: TokenBatch | Finish) -> Choice:
+        return self.choices[number * self._requests[number].n + event.choice]
 
     def _visible(self, choice: Choice, text: str, last: bool) -> str:
         """What of a piece of output is text to show."""
@@ -169,16 +174,13 @@ class Answer(ABC):
         return {**body, "token_ids": choice.ids} if self._wants_ids else body
 
     def _usage(self) -> Json:
-        """Of all choices; of one without an end, what came."""
-        counts = [
-            Usage(len(choice.request.prompt_ids), len(choice.ids)) if choice.finish is None else choice.finish.usage
-            for choice in self.choices
-        ]
+        """Each prompt once, and the output of all choices, also of one without an end."""
+        cached = {id(c.request): c.finish.usage.cached_prompt_tokens for c in self.choices if c.finish is not None}
         return usage(
             Usage(
-                sum(count.prompt_tokens for count in counts),
-                sum(count.output_tokens for count in counts),
-                sum(count.cached_prompt_tokens for count in counts),
+                sum(len(request.prompt_ids) for request in self._requests),
+                sum(len(choice.ids) for choice in self.choices),
+                sum(cached.values()),
             )
         )
 
@@ -191,6 +193,6 @@ class Answer(ABC):
             "id": f"{self.prefix}-{self.choices[0].request.id.removeprefix('req-')}",
             "object": kind,
             "created": self._created,
-            "model": self.choices[0].request.model,
+            "model": self.choices[0].request.served,
             "system_fingerprint": f"fp_{self._contract_digest.hex()[:12]}",
         }

@@ -16,7 +16,6 @@ from router.openai_json import Strict, refused
 from router.openai_messages import ResponseFormat, StructuredOutputs
 
 Number = StrictFloat | StrictInt
-Always1 = Annotated[StrictInt, Field(ge=1, le=1)]
 
 _MAX_DIGITS = 10  # of a token id
 
@@ -49,7 +48,7 @@ class CommonBody(Strict):
     top_p: Number | None = None
     top_k: StrictInt | None = None
     min_p: Number | None = None
-    n: Always1 | None = None
+    n: StrictInt | None = None
     stop: StrictStr | list[StrictStr] | None = None
     stop_token_ids: list[StrictInt] | None = None
     seed: StrictInt | None = None
@@ -79,6 +78,11 @@ class CommonBody(Strict):
         """Raises InvalidRequest for options of a stream without one."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "it needs stream", "set stream to true, or leave it out")
+
+    @property
+    def outputs(self) -> int:
+        """Of each prompt."""
+        return 1 if self.n is None else self.n
 
     @property
     def unset(self) -> frozenset[str]:

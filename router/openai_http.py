@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,6 +30,7 @@ from pdserve.errors import (
     Unauthenticated,
 )
 from pdserve.request import check_token_ids
+from router.adapters import listed_name, served_names
 from router.auth import HEADER, Authenticator
 from router.intake import Intake
 from router.openai_answer import Answer
@@ -145,14 +147,14 @@ class OpenAiApi:
         return reply(200, {"prompt": text})
 
     async def list_models(self, http: Request, tenant: str) -> Response:
-        return reply(200, models(self._pool.models()))
+        return reply(200, models(served_names(self._pool)))
 
     async def get_model(self, http: Request, tenant: str) -> Response:
         name = http.path_params["name"]
-        served = self._pool.models()
-        if name not in served:
+        served, listed = served_names(self._pool), listed_name(self._pool, name)
+        if listed not in served:
             raise unknown_model(name, list(served))
-        return reply(200, model(name, served[name]))
+        return reply(200, model(listed, *served[listed]))
 
     async def healthz(self, http: Request) -> Response:
         return reply(200, {"status": "ok"})
@@ -167,7 +169,10 @@ class OpenAiApi:
 
     async def _answer(self, asks: Sequence[Ask], tenant: str, stream: bool, answer_to: AnswerTo) -> Response:
         """A complete answer, or the beginning of a stream: a failure up to here has a status of its own."""
-        requests = [await self._intake.take(ask, tenant) for ask in asks]
+        requests: list[Checked] = []
+        for ask in asks:  # all of them by one version of an adapter
+            version = requests[0].adapter_digest if requests else None
+            requests.append(await self._intake.take(replace(ask, version=version), tenant))
         answer = await answer_to(requests)
         events = merged([self._orchestrator.generate(request) for request in requests])
         started = False

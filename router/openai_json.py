@@ -60,8 +60,6 @@ def _explain(problem: Any, neutral: frozenset[str]) -> InvalidRequest:
         return refused(where, "this field is not supported", "leave it out", "UNKNOWN_FIELD")
     if problem["loc"] and problem["loc"][0] in neutral:
         return refused(str(problem["loc"][0]), "what it asks for is not supported", "leave it out", "UNKNOWN_FIELD")
-    if where in ("n", "best_of"):
-        return refused(where, "only 1 is supported", "leave it out")
     if problem["type"] == "missing":
         return refused(where, "this field is missing", "send it", "MISSING_FIELD")
     if problem["type"] == "json_invalid":

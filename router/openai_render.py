@@ -55,12 +55,14 @@ def _error_type(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def models(served: Mapping[str, int]) -> Json:
-    return {"object": "list", "data": [model(name, created) for name, created in served.items()]}
+def models(served: Mapping[str, tuple[str, int]]) -> Json:
+    return {"object": "list", "data": [model(name, *told) for name, told in served.items()]}
 
 
-def model(name: str, created: int) -> Json:
-    return {"id": name, "object": "model", "created": created, "owned_by": "pdserve"}
+def model(name: str, base: str, created: int) -> Json:
+    """`base`: the model that an adapter is for; empty: it is none. In the way that vLLM tells it."""
+    told: Json = {"id": name, "object": "model", "created": created, "owned_by": "pdserve"}
+    return told | {"parent": base} if base else told
 
 
 def sse(data: Json | str) -> bytes:

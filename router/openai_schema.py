@@ -8,7 +8,7 @@ from pydantic import StrictBool, StrictInt, StrictStr
 
 from pdserve.errors import shown
 from pdserve.request import MAX_LOGPROBS, SamplingParams
-from router.openai_fields import NEUTRAL, Always1, CommonBody
+from router.openai_fields import NEUTRAL, CommonBody
 from router.openai_json import MAX_ENTRIES, Strict, parse, refused
 from router.openai_messages import Message, ToolChoice, tool_use
 from router.openai_tools import ToolUse
@@ -16,7 +16,7 @@ from router.request import Ask, ChatPrompt, TextPrompt, TokenPrompt
 
 __all__ = ["MAX_ENTRIES", "ChatCompletionBody", "CompletionBody", "parse_body", "parse_chat", "parse_completion"]
 
-MAX_PROMPTS = 128  # of one body
+MAX_PROMPTS = 128  # of one body, and choices of all of them together
 _DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
 
 
@@ -48,6 +48,7 @@ class ChatCompletionBody(CommonBody):
             want_record=self.pdserve_record,
             unset=self.unset,
             adapt=None if tools is None else tools.adapt,
+            n=self.outputs,
         )
 
     def prompt(self, with_tools: bool) -> ChatPrompt:
@@ -81,7 +82,7 @@ def prompts_answer(given: bool | None, continues: bool) -> bool:
 
 class CompletionBody(CommonBody):
     prompt: Any  # a text, a list of texts, token ids, or a list of lists of them: see `prompts`
-    best_of: Always1 | None = None
+    best_of: StrictInt | None = None  # only as many as are wanted
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
     suffix: None = None
@@ -93,11 +94,20 @@ class CompletionBody(CommonBody):
         if self.echo and self.logprobs is not None:
             problem = "log probabilities of a prompt are not computed"
             raise refused("echo", problem, "leave out echo, or logprobs", "PROMPT_LOGPROBS")
+        if self.best_of is not None and self.best_of != self.outputs:
+            problem = "the best of more answers than are wanted are not looked for"
+            raise refused("best_of", problem, "leave it out, or set it to n")
+        if len(prompts) * self.outputs > MAX_PROMPTS:
+            problem = f"{len(prompts)} prompts with n={shown(self.outputs)}"
+            raise refused("n", problem, f"ask for at most {MAX_PROMPTS} choices in one request", "TOO_MANY_CHOICES")
         if self.pdserve_record and len(prompts) > 1:
             raise refused("pdserve_record", "there is one for each request", "send one prompt")
         sampling = self._sampling()
         record = self.pdserve_record
-        return tuple(Ask(prompt, sampling, self.model, want_record=record, unset=self.unset) for prompt in prompts)
+        return tuple(
+            Ask(prompt, sampling, self.model, want_record=record, unset=self.unset, n=self.outputs)
+            for prompt in prompts
+        )
 
     def _sampling(self) -> SamplingParams:
         max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens

@@ -1,4 +1,4 @@
-"""The answer of /v1/completions: one choice per prompt, text as it is, logprobs as four lists."""
+"""The answer of /v1/completions: `n` choices per prompt, text as it is, logprobs as four lists."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class TextAnswer(Answer):
         echoes: Sequence[str] = (),
     ) -> None:
         super().__init__(requests, wants_usage=wants_usage, wants_ids=wants_ids)
-        self._offsets = [_Offset(request.tokenizer) for request in requests]
-        for choice, echo in zip(self.choices, echoes, strict=bool(echoes)):
+        self._offsets = [_Offset(choice.request.tokenizer) for choice in self.choices]
+        texts = [echo for echo, request in zip(echoes, requests, strict=bool(echoes)) for _ in range(request.n)]
+        for choice, echo in zip(self.choices, texts, strict=bool(echoes)):
             choice.text.append(echo)
 
     def opening(self) -> bytes:

@@ -31,6 +31,7 @@ from router.failures import deadline_exceeded, draining, movable
 from router.outcomes import Outcomes
 from router.planner import Planner
 from router.pool import Pool
+from router.prefixes import PrefixRecord
 from router.record import Account
 from router.request import Request, router_full
 from router.settings import RouterSettings
@@ -54,6 +55,10 @@ class Orchestrator:
         self._idle.set()
 
     @property
+    def prefixes(self) -> PrefixRecord:
+        return self._planner.prefixes
+
+    @property
     def active(self) -> int:
         return len(self._running)
 
@@ -69,7 +74,8 @@ class Orchestrator:
                 task.cancel()
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Accepted, token batches, the record if wanted, and a Finish; or a PdserveError on the way.
+        """Accepted, token batches, the record if wanted, and a Finish; of several choices each has its Finish, and the
+        last of them comes last. Or a PdserveError on the way.
 
         Close the generator (`aclosing`) to cancel. Raises at once Exhausted when too many are active, and
         Unavailable after `end`.

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from pdserve.errors import PdserveError, Unavailable
 from pdserve.registry.records import DECODE, PREFILL
+from router.adapters import UNKNOWN_ADAPTER, adapter_gone, with_adapter
 from router.failures import for_client
 from router.gate import Match, Member, Pair, computes_like, explain, narrowed, without
 from router.placement import Demand, cache_tokens, member_room, place
@@ -27,7 +28,7 @@ class Planner:
 
     def __init__(self, pool: Pool, prefix_blocks: int, max_attempts: int, rng: random.Random) -> None:
         self._pool = pool
-        self._prefixes = PrefixRecord(prefix_blocks)
+        self.prefixes = PrefixRecord(prefix_blocks)
         self._max_attempts = max_attempts
         self._rng = rng
 
@@ -38,7 +39,7 @@ class Planner:
         """
         pair = self.find(account) or self._find_elsewhere(account)
         if pair is None:
-            raise for_client(account.last_error) if account.last_error else self._nothing_for(account.request)
+            raise self._no_pair(account)
         return pair
 
     def find(self, account: Account, decode: Member | None = None) -> Pair | None:
@@ -57,6 +58,7 @@ class Planner:
             only = decode.record.incarnation
             matches = narrowed(matches, lambda m: m.record.role != DECODE or m.record.incarnation == only)
             sizes = [account.max_tokens]
+        matches = able(matches, request.needs)
         options = [alike(matches, account.began_on), matches] if account.began_on else [matches]
         for candidates in options:
             for max_tokens in dict.fromkeys(sizes):
@@ -85,13 +87,13 @@ class Planner:
 
     def remember(self, account: Account) -> None:
         """Both workers of the account's last attempt now hold its prompt."""
-        prefixes = links(account.request)
-        for member in (account.trials[-1].pair.prefill, account.trials[-1].pair.decode):
-            self._prefixes.record(prefixes, member.record.incarnation)
+        pair = account.trials[-1].pair
+        self.prefixes.record(links(account.request), pair.prefill.record.incarnation, pair.decode.record.incarnation)
 
     def _matches(self, request: Request) -> Iterable[Match]:
         matches = self._pool.verdict(request.model).matches
-        return [match for match in matches if match.contract_digest == request.contract_digest]
+        fitting = (match for match in matches if match.contract_digest == request.contract_digest)
+        return with_adapter(fitting, request.adapter_digest)
 
     def _place(self, matches: tuple[Match, ...], account: Account, max_tokens: int, admitted_by: Member | None) -> Pair:
         def unblamed(member: Member) -> bool:
@@ -101,10 +103,18 @@ class Planner:
 
         request = account.request
         prompt_tokens = account.prefill_tokens
-        held = self._prefixes.held_tokens(links(request))
-        size = cache_tokens(prompt_tokens, max_tokens - account.output_tokens)
+        held = self.prefixes.held_tokens(links(request))
+        size = cache_tokens(prompt_tokens, max_tokens - account.prefilled_output)
         demand = Demand(prompt_tokens, size, held, failed=any(not trial.pair.here for trial in account.trials))
         return place(narrowed(matches, unblamed) or matches, demand, self._pool.load, self._rng, self._pool.prompts)
+
+    def _no_pair(self, account: Account) -> PdserveError:
+        error, request = account.last_error, account.request
+        if request.adapter and not with_adapter(self._pool.verdict(request.model).matches, request.adapter_digest):
+            return adapter_gone(request.adapter, request.adapter_digest)
+        if error is not None and error.reason == UNKNOWN_ADAPTER:  # its worker said so before its record did
+            return adapter_gone(request.adapter, request.adapter_digest)
+        return for_client(error) if error is not None else self._nothing_for(request)
 
     def _nothing_for(self, request: Request) -> PdserveError:
         """Why not even a first attempt can be made."""
@@ -128,10 +138,15 @@ def alike(matches: tuple[Match, ...], pair: Pair) -> tuple[Match, ...]:
     return narrowed(matches, lambda member: computes_like(member) == ways[member.record.role])
 
 
+def able(matches: Iterable[Match], needs: frozenset[str]) -> tuple[Match, ...]:
+    """The decode workers that follow all that is asked: one of an older version would answer something else."""
+    return narrowed(matches, lambda member: member.record.role != DECODE or needs <= member.record.capabilities)
+
+
 def with_room(matches: Iterable[Match], prefill_tokens: int, total: int) -> tuple[Match, ...]:
     """The members that can take a request with so many tokens to prefill, and so many in the end."""
     return narrowed(matches, lambda member: member_room(member).takes(prefill_tokens, total))
 
 
 def links(request: Request) -> tuple[bytes, ...]:
-    return chain(request.prompt_ids, request.contract_digest, None, request.tenant)
+    return chain(request.prompt_ids, request.contract_digest, request.adapter_digest, request.tenant)

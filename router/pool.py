@@ -40,6 +40,7 @@ class Job:
     pages: int
     started: float
     ended: float | None = None
+    streams: int = 1  # at a decode worker, of a job that is not a prompt
 
 
 def corrected(load: Load, jobs: Sequence[Job], renewed_at: float, role: str) -> Load:
@@ -59,7 +60,7 @@ def corrected(load: Load, jobs: Sequence[Job], renewed_at: float, role: str) -> 
         queued = moved(load.queued_tokens, lambda job: job.prompt_tokens)
         waiting = moved(load.waiting, lambda job: 1)
         return replace(load, waiting=waiting, queued_tokens=queued, queued_prefill_tokens=prompts, pages_held=held)
-    running = moved(load.running, lambda job: not job.prompt_tokens)
+    running = moved(load.running, lambda job: 0 if job.prompt_tokens else job.streams)
     return replace(load, running=running, queued_prefill_tokens=prompts, pages_held=held)
 
 
@@ -163,7 +164,7 @@ class Pool:
         self._suspects[member.record.incarnation] = self._clock()
         self._verdicts.clear()
 
-    def begin(self, member: Member, prompt_tokens: int, cache_tokens: int) -> Job:
+    def begin(self, member: Member, prompt_tokens: int, cache_tokens: int, streams: int = 1) -> Job:
         """Notes work given to a worker before its next report does. The caller must `end` it.
 
         Args:
@@ -171,7 +172,7 @@ class Pool:
             cache_tokens: to hold pages for.
         """
         pages = -(-cache_tokens // member.record.contract.page_size)
-        job = Job(member, prompt_tokens, pages, self._clock())
+        job = Job(member, prompt_tokens, pages, self._clock(), streams=streams)
         self._jobs.setdefault(member.record.incarnation, []).append(job)
         return job
 

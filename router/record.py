@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 
 from pdserve.errors import FieldDifference, PdserveError, shown
-from pdserve.rpc.events import AttemptRecord, Finish, GroupPair, HandoffRecord, Prefilled, TokenBatch
+from pdserve.rpc.events import Finish, GroupPair, HandoffRecord, Prefilled, TokenBatch
 from router.gate import Member, Pair, Verdict, computes_like
 from router.outcomes import Outcomes
 from router.placement import room
-from router.request import Ask, Request
+from router.request import Ask, OpenChoice, Request
+from router.trial import NO_REPORT, Trial, ms
 from router.wire import PrefillReport
 
 log = logging.getLogger(__name__)
@@ -27,54 +28,11 @@ _MIXED_MODES = "prefill and decode differ in deterministic mode; results may dif
 
 
 @dataclass
-class Trial:
-    """One handoff that was begun. Mutable, part of an account; times are monotonic seconds, 0: not yet."""
+class Output:
+    """One choice as far as the client has it, or is about to. Mutable."""
 
-    pair: Pair
-    first_index: int  # output tokens there were before it
-    begun: float = field(default_factory=time.monotonic)
-    admitted_at: float = 0.0
-    first_token_at: float = 0.0
-    ended_at: float = 0.0
-    output_tokens: int = 0
-    outcome: str = ""
-    failed_worker: str = ""
-    report: PrefillReport | None = None
-
-    def record(self, received: float) -> AttemptRecord:
-        r, choice = self.report or _NO_REPORT, self.pair.choice
-        return AttemptRecord(
-            prefill_worker=self.pair.prefill.id,
-            decode_worker=self.pair.decode.id,
-            prefill_candidates=choice.prefill_candidates,
-            decode_candidates=choice.decode_candidates,
-            prefill_cost=choice.prefill_cost,
-            decode_cost=choice.decode_cost,
-            outcome=self.outcome,
-            failed_worker=self.failed_worker,
-            first_index=self.first_index,
-            output_tokens=self.output_tokens,
-            begun_ms=_ms(received, self.begun),
-            admitted_ms=_ms(self.begun, self.admitted_at),
-            first_token_ms=_ms(self.begun, self.first_token_at),
-            total_ms=_ms(self.begun, self.ended_at),
-            computed_tokens=r.computed_tokens,
-            sent_tokens=r.sent_tokens,
-            bytes_sent=r.bytes_sent,
-            frames_sent=r.frames_sent,
-            queued_ms=r.queued_ms,
-            prefill_ms=r.prefill_ms,
-            push_ms=r.push_ms,
-            transfer_ms=r.transfer_ms,
-            placement="decode" if self.pair.here else "handoff",
-            placement_reason=choice.reason,
-            predicted_handoff_ms=1000 * choice.handoff_s,
-            predicted_decode_ms=1000 * choice.here_s,
-            decode_penalty_ms=1000 * choice.penalty_s,
-        )
-
-
-_NO_REPORT = PrefillReport(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+    ids: list[int] = field(default_factory=list)
+    finish: Finish | None = None
 
 
 @dataclass
@@ -93,7 +51,7 @@ class Account:
     accepted: bool = False  # the client knows its request was taken
     max_tokens: int = 0  # of the last decode stream
     promised: int = 0  # max_tokens of the last decode stream that gave tokens
-    output_ids: list[int] = field(default_factory=list)  # the client has (or is about to have) them
+    outputs: list[Output] = field(init=False)  # by choice
     cached_tokens: int = 0  # prompt tokens that prefill had, before the first token
     admitted_at: float = 0.0
     began_on: Pair | None = None  # the pair that gave the first token
@@ -103,14 +61,27 @@ class Account:
     outcome: str = "INTERNAL"  # until it is known
     outcomes: Outcomes = field(default_factory=Outcomes)  # of all requests
 
+    def __post_init__(self) -> None:
+        self.outputs = [Output() for _ in range(self.request.n)]
+
     @property
     def started(self) -> bool:
         """Another attempt has to go on after the tokens there are."""
-        return bool(self.output_ids)
+        return self.output_tokens > 0
+
+    @property
+    def complete(self) -> bool:
+        return all(output.finish is not None for output in self.outputs)
 
     @property
     def output_tokens(self) -> int:
-        return len(self.output_ids)
+        """Of all choices."""
+        return sum(len(output.ids) for output in self.outputs)
+
+    @property
+    def prefilled_output(self) -> int:
+        """Output tokens that the next attempt's handoff brings. Those of several choices are computed at decode."""
+        return len(self.outputs[0].ids) if self.request.n == 1 else 0
 
     @property
     def limit(self) -> int:
@@ -120,12 +91,13 @@ class Account:
     @property
     def least_tokens(self) -> int:
         """The smallest limit that a pair may cut the output to."""
-        return min(self.limit, max(self.request.least_tokens, self.output_tokens + 1))
+        longest = max((len(output.ids) for output in self.outputs if output.finish is None), default=0)
+        return min(self.limit, max(self.request.least_tokens, longest + 1))
 
     @property
     def prefill_tokens(self) -> int:
         """What the next attempt has to prefill, if any token is left to sample."""
-        return len(self.request.prompt_ids) + min(self.output_tokens, self.limit - 1)
+        return len(self.request.prompt_ids) + min(self.prefilled_output, self.limit - 1)
 
     def attempt(self, pair: Pair) -> None:
         self.attempts += 1
@@ -142,12 +114,18 @@ class Account:
         """The request as this pair gets it: with the output so far, and the output limit it has room for."""
         left = room(pair).total - len(self.request.prompt_ids)
         self.max_tokens = min(self.limit, left)
-        request = replace(self.request, output_ids=tuple(self.output_ids))
+        request = self._going_on()
         if self.max_tokens == self.request.max_tokens:
             return request
         cut = f"max_tokens cut from {self.request.max_tokens} to {self.max_tokens}"
         self.note(f"{cut}, the room of {pair.prefill.id} and {pair.decode.id}")
         return replace(request, sampling=replace(request.sampling, max_tokens=self.max_tokens))
+
+    def _going_on(self) -> Request:
+        if self.request.n == 1:
+            return replace(self.request, output_ids=tuple(self.outputs[0].ids))
+        left = ((number, output) for number, output in enumerate(self.outputs) if output.finish is None)
+        return replace(self.request, choices=tuple(OpenChoice(number, tuple(output.ids)) for number, output in left))
 
     def admitted(self) -> None:
         """Decode has a ticket for the last attempt."""
@@ -175,7 +153,7 @@ class Account:
             trial.first_token_at, trial.outcome, trial.failed_worker = self.last_token_at, "", ""
             self.outcomes.first_token(trial.pair, trial.first_token_at - trial.begun)
         trial.output_tokens += len(batch.ids)
-        self.output_ids += batch.ids
+        self.outputs[batch.choice].ids += batch.ids
         self.promised = self.max_tokens
 
     def reported(self, report: PrefillReport) -> None:
@@ -188,7 +166,7 @@ class Account:
     def computed(self, prefilled: Prefilled) -> None:
         """Takes the figures of a decode worker that computed the prompt itself."""
         report = replace(
-            _NO_REPORT,
+            NO_REPORT,
             computed_tokens=prefilled.computed_tokens,
             cached_tokens=prefilled.cached_tokens,
             queued_ms=prefilled.queued_ms,
@@ -206,15 +184,21 @@ class Account:
         trial = self.trials[-1]
         trial.outcome, trial.failed_worker, trial.ended_at = outcome, failed_worker, time.monotonic()
 
+    def ended(self, finish: Finish) -> None:
+        """One choice has come to its end."""
+        self.outputs[finish.choice].finish = finish
+
     def finish(self, finish: Finish) -> Finish:
         """The finish with the prefill worker's cache hits, which decode cannot know."""
         return replace(finish, usage=replace(finish.usage, cached_prompt_tokens=self.cached_tokens))
 
     def record(self) -> HandoffRecord:
         last = self.trials[-1] if self.trials else None
-        r = (last and last.report) or _NO_REPORT
+        r = (last and last.report) or NO_REPORT
         decode_s = self.last_token_at - self.first_token_at
         received = self.request.received
+        reported = [trial for trial in self.trials if trial.report is not None]
+        ends = [output.finish for output in self.outputs if output.finish is not None]
         matches, rejections = (self.verdict.matches, self.verdict.rejections) if self.verdict else ((), ())
         return HandoffRecord(
             request_id=self.request.id,
@@ -229,17 +213,17 @@ class Account:
             queued_ms=r.queued_ms,
             prefill_ms=r.prefill_ms,
             transfer_ms=r.transfer_ms,
-            first_token_ms=_ms(received, self.first_token_at),
+            first_token_ms=ms(received, self.first_token_at),
             decode_tokens_per_s=(self.output_tokens - 1) / decode_s if decode_s > 0 else 0.0,
             conversions=_converted(self.trials),
             notes=(*self.request.notes, *self.notes),
             output_tokens=self.output_tokens,
             outcome=self.outcome,
-            intake_ms=_ms(received, self.taken),
-            admitted_ms=_ms(received, self.admitted_at),
+            intake_ms=ms(received, self.taken),
+            admitted_ms=ms(received, self.admitted_at),
             push_ms=r.push_ms,
-            decode_ms=_ms(self.first_token_at, self.last_token_at),
-            total_ms=_ms(received, self.ended_at),
+            decode_ms=ms(self.first_token_at, self.last_token_at),
+            total_ms=ms(received, self.ended_at),
             candidates=tuple(
                 group_pair(_ids(match.prefills), _ids(match.decodes), match.conversions)
                 for match in matches[:_MAX_GROUPS]
@@ -249,6 +233,11 @@ class Account:
                 for rejection in rejections[:_MAX_GROUPS]
             ),
             history=tuple(trial.record(received) for trial in self.trials[:_MAX_HISTORY]),
+            choices=self.request.n,
+            prefills=len(reported),
+            transfers=sum(not trial.pair.here for trial in reported),
+            shared_pages=sum(finish.shared_pages for finish in ends),
+            copied_pages=sum(finish.copied_pages for finish in ends),
         )
 
     def log(self) -> None:
@@ -278,11 +267,6 @@ def group_pair(
 
 def _ids(members: Iterable[Member]) -> tuple[str, ...]:
     return tuple(member.id for member in members)
-
-
-def _ms(start: float, end: float) -> float:
-    """Between two times; 0 while the second has not come."""
-    return 1000 * (end - start) if end else 0.0
 
 
 def _converted(trials: list[Trial]) -> tuple[FieldDifference, ...]:

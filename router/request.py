@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.errors import Exhausted
+from pdserve.registry.records import CHOICES, GRAMMAR
 from pdserve.request import SamplingParams
 from pdserve.tokenizer import Tokenizer
 
@@ -59,6 +60,16 @@ class Ask:
     timeout_s: float | None = None  # the caller's deadline, if it has one
     unset: frozenset[str] = frozenset()  # options of sampling that the caller left to the model's own defaults
     adapt: Adapt | None = None  # what it also asks of the sampling, once the model is known
+    n: int = 1  # outputs
+    version: bytes | None = None  # of the adapter; None: the one that its name stands for now
+
+
+@dataclass(frozen=True)
+class OpenChoice:
+    """One of several outputs that has not ended, with what the client has of it."""
+
+    choice: int
+    output_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,10 @@ class Request:
     vocab_size: int = 0  # that they were checked against; 0: unknown
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
     output_ids: tuple[int, ...] = ()  # had from earlier attempts: a new one goes on after them
+    n: int = 1  # outputs, of one prefill
+    adapter: str = ""  # its name, for people; empty: the base model
+    adapter_digest: bytes | None = None  # the version it was taken with and keeps; None: the base model
+    choices: tuple[OpenChoice, ...] = ()  # of several outputs those that have not ended; for one: `output_ids`
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -88,5 +103,20 @@ class Request:
         return self.prompt_ids + self.output_ids
 
     @property
+    def served(self) -> str:
+        """What its answer says has made it."""
+        return f"{self.model}:{self.adapter}" if self.adapter else self.model
+
+    @property
     def max_tokens(self) -> int:
         return self.sampling.max_tokens or 1
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Capabilities without which a decode worker would answer something else."""
+        return needs(self.sampling, self.n)
+
+
+def needs(sampling: SamplingParams, n: int) -> frozenset[str]:
+    named = ((GRAMMAR, sampling.grammar is not None), (CHOICES, n > 1))
+    return frozenset(name for name, needed in named if needed)

@@ -28,6 +28,7 @@ from pdserve.rpc.server import Server
 from pdserve.rpc.status import difference_to_proto, to_detail
 from pdserve.tokenizer.bundle import SAMPLING_NAMES
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
+from router.adapters import adapters_of
 from router.auth import Authenticator, credentials
 from router.backlog import Moved
 from router.gate import Member
@@ -125,6 +126,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             has_tokenizer=bool(contract.tokenizer_digest),
             has_chat_template=await self._has_template(members, contract.tokenizer_digest),
             created_s=created,
+            adapters=adapters_of(self._pool, name),
         )
 
     async def _has_template(self, members: Sequence[Member], digest: bytes) -> bool:
@@ -158,6 +160,7 @@ def ask_from_proto(message: gateway_pb2.GenerateRequest, timeout_s: float | None
         want_record=message.want_record,
         timeout_s=timeout_s,
         unset=frozenset(name for name in SAMPLING_NAMES if not message.sampling.HasField(name)),
+        n=message.n or 1,
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pdserve.errors import not_allowed
+from pdserve.errors import ConfigError, not_allowed
 from pdserve.registry.settings import RegistrySettings
-from pdserve.rpc.settings import RpcSettings
+from pdserve.rpc.settings import RpcSettings, TlsSettings
 from router.tenants import Tenant, check_tenants
 
 _SECONDS = (
@@ -15,6 +15,7 @@ _SECONDS = (
     "first_token_timeout_s",
     "inter_token_timeout_s",
     "refresh_s",
+    "share_s",
     "client_stall_s",
     "settle_s",
     "http_header_s",
@@ -49,12 +50,26 @@ class RouterSettings:
     http_port: int = 8471
     """Port of the OpenAI HTTP API; 0: any free one."""
 
+    http_cert_file: str = ""
+    """Certificate that HTTP clients see, in PEM, such as a public authority's for your domain, where [rpc.tls] is
+    set; empty: the router's own. Read again when it changes."""
+
+    http_key_file: str = ""
+    """Private key of `http_cert_file`."""
+
+    http_client_certificates: bool = False
+    """HTTP clients, too, must show a certificate of [rpc.tls]'s authority. gRPC clients always must."""
+
     tenant: str = "default"
     """Tenant of every caller when `tenants` is empty. Never taken from a request."""
 
     tenants: tuple[Tenant, ...] = ()
     """Who may call, by API key, such as [{name = "acme", keys_env = "ACME_KEYS"}]. The keys come from a variable
     (keys_env), from a file (keys_file) or from here (keys = ["..."]). Empty: anyone may, without a key."""
+
+    operators: tuple[str, ...] = ()
+    """Tenants who may load and unload adapters through this router. Without `tenants`, whoever reaches it may, as far
+    as the workers' adapter_root lets them."""
 
     allow_lossy: bool = False
     """Does not refuse pairs that differ in KV, weight and activation precision, if both workers consent, too."""
@@ -104,6 +119,9 @@ class RouterSettings:
     refresh_s: float = 0.25
     """Seconds between two snapshots of the registry."""
 
+    share_s: float = 1.0
+    """Seconds between two exchanges with other routers on the same Redis of what was sent where."""
+
     max_body_bytes: int = 4 << 20
     """Largest HTTP request body."""
 
@@ -128,8 +146,16 @@ class RouterSettings:
     def http_interface(self) -> str:
         return self.http_host or self.host
 
+    @property
+    def http_tls(self) -> TlsSettings:
+        """The files of the HTTP listener."""
+        if not self.http_cert_file:
+            return self.rpc.tls
+        return replace(self.rpc.tls, cert_file=self.http_cert_file, key_file=self.http_key_file)
+
     def check(self) -> None:
         """Raises ConfigError naming the first setting that cannot work."""
+        self._check_http_tls()
         for name in ("port", "http_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise not_allowed("router", name, getattr(self, name), "a port from 0 to 65535")
@@ -146,3 +172,15 @@ class RouterSettings:
         if not self.tenant:
             raise not_allowed("router", "tenant", self.tenant, "a name")
         check_tenants(self.tenants)
+
+    def _check_http_tls(self) -> None:
+        wanted = self.http_cert_file or self.http_key_file or self.http_client_certificates
+        if wanted and not self.rpc.tls.enabled:
+            raise ConfigError(
+                "HTTP is asked to use certificates and there are none for gRPC",
+                field="rpc.tls.cert_file",
+                remedy="set [rpc.tls], or leave out http_cert_file, http_key_file and http_client_certificates",
+            )
+        if bool(self.http_cert_file) != bool(self.http_key_file):
+            missing = "http_key_file" if self.http_cert_file else "http_cert_file"
+            raise ConfigError("a certificate needs its key", field=f"router.{missing}", remedy="name both PEM files")

@@ -121,12 +121,17 @@ class DecodeCall:
             request_id=request.id,
             model=request.model,
             tenant=request.tenant,
+            adapter_digest=request.adapter_digest,
             prompt_ids=request.prompt_ids,
             output_ids=request.output_ids,
             forwarded_tokens=len(request.output_ids),
             sampling=sampling_to_proto(request.sampling),
             prefill_contract=None if prefill_contract is None else contract_to_proto(prefill_contract),
             prefill_here=prefill_contract is None,
+            choices=[
+                decode_pb2.OpenChoice(choice=c.choice, output_ids=c.output_ids, forwarded_tokens=len(c.output_ids))
+                for c in request.choices
+            ],
         )
         await self._write(decode_pb2.DecodeRequest(open=opening))
 
@@ -206,6 +211,7 @@ async def run_prefill(
         request_id=request.id,
         model=request.model,
         tenant=request.tenant,
+        adapter_digest=request.adapter_digest,
         prompt_ids=request.prompt_ids,
         output_ids=request.output_ids,
         ticket=ticket_to_proto(ticket),

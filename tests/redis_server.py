@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import redis
+
 START_S = 20.0
 STOP_S = 10.0
 
@@ -75,6 +77,17 @@ class RedisServer:
             self.kill()
             raise
 
+    def follow(self, primary: RedisServer | None) -> None:
+        """Becomes a replica of it, once it has its data; None: is promoted."""
+        host, port = ("NO", "ONE") if primary is None else ("127.0.0.1", str(primary.port))
+        with redis.Redis(port=self.port) as client:
+            client.execute_command("REPLICAOF", host, port)
+            end = time.monotonic() + START_S
+            while primary is not None and client.info("replication")["master_link_status"] != "up":
+                if time.monotonic() > end:
+                    raise RuntimeError("the replica did not get its data")
+                time.sleep(0.05)  # another process is watched from outside
+
     def stop(self) -> None:
         self._end(signal.SIGTERM)
 
@@ -118,6 +131,32 @@ def running_redis(*arguments: str) -> Iterator[RedisServer]:
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def running_sentinel(primary: RedisServer, service: str) -> Iterator[int]:
+    """A Sentinel that alone decides, and after 0.3 s; its port. For loopback servers."""
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="pdserve-sentinel-") as folder:
+        config = Path(folder) / "sentinel.conf"
+        lines = [f"port {port}", "bind 127.0.0.1", f"dir {folder}"]
+        lines += [f"sentinel monitor {service} 127.0.0.1 {primary.port} 1"]
+        lines += [
+            f"sentinel {name} {service} {value}"
+            for name, value in (("down-after-milliseconds", 300), ("failover-timeout", 3000))
+        ]
+        config.write_text("\n".join(lines))
+        process = subprocess.Popen(
+            [redis_binary(), str(config), "--sentinel"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        try:
+            _wait_for_line(process, b"+slave ")
+            yield port
+        finally:
+            process.kill()
+            process.wait(STOP_S)
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def _free_port() -> int:

@@ -19,7 +19,7 @@ export const CONTRACT = {
   7: ["tokenizer_digest", "bytes"], 8: ["page_size", "u32"], 9: ["page_axis_order", "string"],
   10: ["device", "string"], 11: ["kv_dtype", "string"], 12: ["weight_dtype", "string"],
   13: ["activation_dtype", "string"], 14: ["info", { map: "string" }], 15: ["context_limit", "u32"],
-  16: ["allow_lossy", "bool"],
+  16: ["allow_lossy", "bool"], 17: ["layer_positions", { list: { message: POSITIONS } }],
 };
 export const IDENTITY = {
   1: ["contract_digest", "bytes"], 2: ["adapter_digest", "optional bytes"], 3: ["tenant", "string"],
@@ -73,6 +73,14 @@ export const identityDigest = (identity) => sha256("identity", identityRecord(id
 
 const byName = (a, b) => Buffer.compare(Buffer.from(a[0]), Buffer.from(b[0]));
 
+function schemeValues(s) {
+  const parameters = [...s.scaling_parameters].sort(byName);
+  return [
+    s.kind, s.theta, BigInt(s.dims), s.scaling, parameters, BigInt(s.original_max_positions), s.interleaved,
+    s.keys_cached_rotated,
+  ];
+}
+
 // [code, value, class] of every field that is compared.
 function rows(c) {
   const p = c.positions, a = c.attention;
@@ -87,6 +95,7 @@ function rows(c) {
     ["POSITION_SCHEME.original_max_positions", BigInt(p.original_max_positions), "must_equal"],
     ["POSITION_SCHEME.interleaved", p.interleaved, "must_equal"],
     ["POSITION_SCHEME.keys_cached_rotated", p.keys_cached_rotated, "must_equal"],
+    ...c.layer_positions.map((s, i) => [`LAYER_POSITIONS[${i}]`, schemeValues(s), "must_equal"]),
     ["ATTENTION.scale", a.scale, "must_equal"],
     ["ATTENTION.soft_cap", a.soft_cap, "must_equal"],
     ["ATTENTION.sliding_window", a.sliding_window.map(BigInt), "must_equal"],

@@ -3,6 +3,7 @@
 import { CONTRACT, IDENTITY } from "./contract.mjs";
 import { Malformed, delimited, fields, message, unpackMap } from "./wire.mjs";
 
+const MAX_FRAMES = 64; // what this receiver's grant says
 export const ITEM = { fp32: 4, fp16: 2, bf16: 2, float64: 8 };
 const KEYS = ["dtype", "heads", "layer", "plane", "seq", "tokens"];
 const OPEN = {
@@ -49,8 +50,23 @@ function readFrame(bytes) {
   return { kind: "frame", header: parts[0], payload: parts[1], digest: parts[2] };
 }
 
+// PushRequest{frames}: a frame for each of its parts, and nothing else.
+function readFrames(bytes) {
+  const [body, end] = delimited(bytes, 1, 5);
+  const frames = [];
+  for (let at = 0; at < body.length; ) {
+    need(body[at] === 0x0a, "MALFORMED_MESSAGE");
+    const [, next] = delimited(body, at + 1, 5);
+    frames.push(readFrame(body.subarray(at, next)));
+    at = next;
+  }
+  need(end === bytes.length && frames.length > 0 && frames.length <= MAX_FRAMES, "MALFORMED_MESSAGE");
+  return { kind: "frames", frames };
+}
+
 export function readMessage(bytes) {
   if (bytes[0] === 0x12) return readFrame(bytes);
+  if (bytes[0] === 0x32) return readFrames(bytes);
   const schema = { 0x0a: ["open", OPEN], 0x1a: ["logits", LOGITS], 0x22: ["commit", COMMIT] }[bytes[0]];
   need(schema !== undefined, "MALFORMED_MESSAGE");
   const members = [...fields(bytes)].filter(([number, type]) => number <= 4 && type === 2);
@@ -83,13 +99,17 @@ function checkContract(c) {
   check(c.layers.reduce((sum, { planes }) => sum + planes.length, 0) <= 4096);
   check(c.model_digest.length === 32 && [0, 32].includes(c.tokenizer_digest.length));
   check([c.version, c.vocab_size, c.page_size].every((number) => number >= 1));
-  check(["rope", "learned", "alibi", "none"].includes(c.positions.kind) && c.positions.scaling_parameters.size <= 256);
-  const numbers = [c.positions.theta, c.attention.scale, c.attention.soft_cap, ...c.positions.scaling_parameters.values()];
-  check(numbers.every(Number.isFinite));
+  for (const scheme of [c.positions, ...c.layer_positions]) {
+    const parameters = scheme.scaling_parameters;
+    check(["rope", "learned", "alibi", "none"].includes(scheme.kind) && parameters.size <= 256);
+    check([scheme.theta, ...parameters.values()].every(Number.isFinite));
+    check([scheme.scaling, ...parameters.keys()].every(named));
+  }
+  check([c.attention.scale, c.attention.soft_cap].every(Number.isFinite));
+  check([0, c.layers.length].includes(c.layer_positions.length));
   check([0, c.layers.length].includes(c.attention.sliding_window.length));
   check(["hnd", "nhd"].includes(c.page_axis_order) && c.kv_dtype in ITEM);
-  const names = [c.positions.scaling, c.device, c.weight_dtype, c.activation_dtype];
-  check([...names, ...c.positions.scaling_parameters.keys(), ...c.info.keys()].every(named));
+  check([c.device, c.weight_dtype, c.activation_dtype, ...c.info.keys()].every(named));
   check([...c.info.values()].every((value) => length(value) <= 4096));
   for (const { planes } of c.layers) {
     check(planes.length >= 1 && planes.length <= 16 && new Set(planes.map((p) => p.name)).size === planes.length);

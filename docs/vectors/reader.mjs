@@ -71,6 +71,7 @@ class Receiver {
 
   takeFrameOrLogits(next) {
     if (next.kind === "frame") return this.takeFrame(next);
+    if (next.kind === "frames") return next.frames.forEach((frame) => this.takeFrame(frame));
     need(next.kind === "logits", "MESSAGE_ORDER");
     return this.takeLogits(next);
   }

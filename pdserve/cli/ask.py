@@ -18,6 +18,7 @@ from pdserve.config import load_config
 from pdserve.errors import DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import Finish, TokenBatch
+from pdserve.rpc.settings import RpcSettings, TlsSettings
 from pdserve.tokenizer import Tokenizer, load_bundle
 
 ApiKey = Annotated[
@@ -27,6 +28,17 @@ ApiKey = Annotated[
         show_envvar=True,
         show_default=False,
         help="Key for a gateway that has tenants. The variable keeps it out of the list of processes.",
+    ),
+]
+
+TlsFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls",
+        envvar="PDSERVE_TLS",
+        show_envvar=True,
+        show_default=False,
+        help="Folder with tls.crt, tls.key and ca.crt, for a deployment that uses TLS.",
     ),
 ]
 
@@ -42,6 +54,7 @@ class Ask:
     model: str = ""
     want_record: bool = False
     timeout_s: float = 600.0
+    n: int = 1  # outputs
 
 
 def gateway_address(given: str) -> str:
@@ -58,15 +71,20 @@ def gateway_address(given: str) -> str:
     return running.gateway
 
 
-def ask_gateway(ask: Ask, gateway: str, api_key: str = "") -> Iterator[Event]:
+def rpc_settings(tls: Path | None) -> RpcSettings:
+    """How a command connects. Raises ConfigError for certificates that cannot be used."""
+    return RpcSettings(tls=TlsSettings.of_folder(tls)) if tls else RpcSettings()
+
+
+def ask_gateway(ask: Ask, gateway: str, api_key: str = "", tls: Path | None = None) -> Iterator[Event]:
     options = GenerateOptions(
-        model=ask.model, sampling=ask.sampling, timeout_s=ask.timeout_s, want_record=ask.want_record
+        model=ask.model, sampling=ask.sampling, timeout_s=ask.timeout_s, want_record=ask.want_record, n=ask.n
     )
     if ask.messages:
         options["messages"] = ask.messages
     if ask.token_ids is not None:
         options["token_ids"] = ask.token_ids
-    with flags_named(), Client(gateway_address(gateway), api_key=api_key) as client:
+    with flags_named(), Client(gateway_address(gateway), rpc_settings(tls), api_key=api_key) as client:
         yield from client.generate(ask.text, **options)
 
 
@@ -105,17 +123,18 @@ def ask_local(ask: Ask, config_path: Path | None) -> Iterator[Event]:
         files = CheckpointFiles(settings.engine.keep_digests)
         engine = Engine(load_model(path, settings.engine.dtype, settings.engine.device, files), settings.engine)
     runner = LocalRunner(engine, bundle, chunk_tokens=config.prefill.chunk_tokens)
-    yield from _as_text(runner.generate(_local_ids(ask, runner.tokenizer), ask.sampling))
+    yield from _as_text(runner.generate(_local_ids(ask, runner.tokenizer), ask.sampling, n=ask.n), ask.n)
 
 
-def _as_text(events: Iterable[TokenBatch | Finish]) -> Iterator[Event]:
-    """Bytes to text across events, as the client does, so that no character is cut in two."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+def _as_text(events: Iterable[TokenBatch | Finish], outputs: int) -> Iterator[Event]:
+    """Bytes to text across events of each output, as the client does, so that no character is cut in two."""
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(outputs)]
     for event in events:
         if isinstance(event, Finish):
             yield event
         else:
-            yield Tokens(event.first_index, event.ids, decoder.decode(event.text), event.logprobs)
+            text = decoders[event.choice].decode(event.text)
+            yield Tokens(event.first_index, event.ids, text, event.logprobs, event.choice)
 
 
 def _local_ids(ask: Ask, tokenizer: Tokenizer | None) -> tuple[int, ...]:

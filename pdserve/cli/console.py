@@ -95,6 +95,10 @@ def record_rows(record: HandoffRecord) -> list[tuple[str, str]]:
         ("first token", f"{record.first_token_ms:.1f} ms after the request arrived"),
         ("decode", f"{record.decode_tokens_per_s:.1f} tokens/s"),
     ]
+    if record.choices > 1:
+        pages = f"{record.shared_pages} pages read together, {record.copied_pages} copied"
+        times = f"{record.choices}, from {record.prefills} prefill and {record.transfers} handoff; {pages}"
+        rows.append(("choices", times))
     rows.append(("attempts", str(record.attempts)))
     if record.attempts > 1:
         rows += [(f"attempt {number}", attempt_text(attempt)) for number, attempt in enumerate(record.history, 1)]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pdserve.cli.ask import ApiKey, Ask, ask_gateway, ask_local
+from pdserve.cli.ask import ApiKey, Ask, TlsFolder, ask_gateway, ask_local
 from pdserve.cli.console import err, show_logprobs, show_record, write
 from pdserve.client import Accepted, Event, Finish, HandoffRecord, Tokens
 from pdserve.errors import InvalidRequest, PdserveError
-from pdserve.request import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingParams
+from pdserve.request import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingParams, check_choices
 from pdserve.rpc.events import PositionLogprobs
 
 Option = typer.Option
@@ -46,6 +46,7 @@ def generate(
     frequency_penalty: Annotated[float, Option(help="Over output, per occurrence; between -2 and 2.")] = 0.0,
     logit_bias: Annotated[list[str] | None, Option(help="ID=BIAS, added to a token's score. Repeatable.")] = None,
     seed: Annotated[int | None, Option(help="Makes sampling repeatable.")] = None,
+    n: Annotated[int, Option(help="Answers, each printed when it is whole. The prompt is computed once.")] = 1,
     stop: Annotated[list[str] | None, Option(help="String that ends the output. Repeatable.")] = None,
     stop_token_id: Annotated[list[int] | None, Option(help="Token id that ends the output. Repeatable.")] = None,
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the model's end token.")] = False,
@@ -60,6 +61,7 @@ def generate(
     local: Annotated[bool, Option("--local", help="Run in this process: no server, no handoff.")] = False,
     gateway: Annotated[str, Option(help="host:port of a gateway; empty: the running `pdserve up`.")] = "",
     api_key: ApiKey = "",
+    tls: TlsFolder = None,
     config: Annotated[Path | None, Option(help="TOML file; with --local it says which model and how.")] = None,
     timeout_s: Annotated[float, Option(help="Seconds until the request is given up.")] = 600.0,
 ) -> None:
@@ -90,15 +92,30 @@ def generate(
         grammar=_parse_grammar(json_schema, regex, grammar),
     )
     sampling.check()
+    check_choices(n)
     ask = Ask(
+        n=n,
         sampling=sampling,
         model=model,
         want_record=record,
         timeout_s=timeout_s,
         **_parse_prompt(prompt, chat, system, messages, token_ids),
     )
-    events = ask_local(ask, config) if local else ask_gateway(ask, gateway, api_key)
-    show_events(events, as_json=as_json)
+    events = ask_local(ask, config) if local else ask_gateway(ask, gateway, api_key, tls)
+    show_events(events if n == 1 or as_json else one_by_one(events), as_json=as_json)
+
+
+def one_by_one(events: Iterable[Event]) -> Iterator[Event]:
+    """Of several answers each as a whole, under its number, before its end."""
+    texts: dict[int, list[Tokens]] = {}
+    for event in events:
+        if isinstance(event, Tokens):
+            texts.setdefault(event.choice, []).append(event)
+            continue
+        if isinstance(event, Finish):
+            yield Tokens(0, (), f"[{event.choice}] ")
+            yield from texts.pop(event.choice, ())
+        yield event
 
 
 def show_events(events: Iterable[Event], *, as_json: bool = False) -> None:
@@ -120,6 +137,7 @@ def show_events(events: Iterable[Event], *, as_json: bool = False) -> None:
             elif isinstance(event, Finish):
                 line.end(even_if_empty=True)
                 show_logprobs(logprobs)
+                logprobs.clear()
                 usage = event.usage
                 err.print(
                     f"[{event.reason}: {usage.prompt_tokens} prompt, {usage.output_tokens} output tokens]", markup=False

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pdserve.cli.ask import TlsFolder, rpc_settings
 from pdserve.cli.console import out
 from pdserve.errors import Unavailable
 from pdserve.rpc.channel import sync_channel
-from pdserve.rpc.settings import RpcSettings
+from pdserve.rpc.tls import ROUTER
 
 Serving = health_pb2.HealthCheckResponse.ServingStatus
 
@@ -23,11 +25,14 @@ def health(
     service: Annotated[
         str, typer.Option(help="One service, such as pdserve.v1.Gateway; empty: the server as a whole.")
     ] = "",
+    tls: TlsFolder = None,
+    role: Annotated[str, typer.Option(help="With TLS: what must answer there, router or worker.")] = ROUTER,
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 2.0,
 ) -> None:
     """Exit with 0 if a router or worker says that it serves, else with 1. Kubernetes can ask the same by gRPC."""
     # A question without a secret: it may leave this machine in clear, as to a container's own address.
-    with sync_channel(address, RpcSettings(allow_plaintext=True)) as channel:
+    rpc = replace(rpc_settings(tls), allow_plaintext=True)
+    with sync_channel(address, rpc, peer=role) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             status = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s).status

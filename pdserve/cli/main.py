@@ -7,6 +7,8 @@ import sys
 import typer
 
 from pdserve import __version__
+from pdserve.cli.adapters import app as adapters
+from pdserve.cli.certificates import certificates
 from pdserve.cli.conformance import conformance
 from pdserve.cli.console import fail
 from pdserve.cli.demo import demo
@@ -49,11 +51,13 @@ app.command()(scale)
 app.command()(update)
 app.command()(demo)
 app.command()(config)
+app.command()(certificates)
 app.command()(verify)
 app.command()(conformance)
 app.command()(health)
 app.command()(drain)
 app.command("ledger")(ledger_command)
+app.add_typer(adapters, name="adapters")
 
 
 @app.callback(invoke_without_command=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pdserve.cli.ask import ApiKey, flags_named, gateway_address
+from pdserve.cli.ask import ApiKey, TlsFolder, flags_named, gateway_address, rpc_settings
 from pdserve.cli.console import err, out
 from pdserve.client import Client, Pair, Placement, Worker
 from pdserve.errors import FieldDifference
@@ -21,10 +21,11 @@ INFORMATIONAL = "informational"  # differences that change no handoff
 def status(
     gateway: Annotated[str, typer.Option(help="host:port of a gateway; empty: the running `pdserve up`.")] = "",
     api_key: ApiKey = "",
+    tls: TlsFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show pools, contracts and load, and which prefill and decode workers fit."""
-    with flags_named(), Client(gateway_address(gateway), api_key=api_key) as client:
+    with flags_named(), Client(gateway_address(gateway), rpc_settings(tls), api_key=api_key) as client:
         found = client.status()
     if as_json:
         print(json.dumps(asdict(found), default=_plain))
@@ -32,6 +33,8 @@ def status(
     if found.registry_warning:
         err.print(f"warning: {found.registry_warning}", style="yellow", markup=False)
     out.print(f"models {', '.join(sorted({w.model for w in found.workers})) or 'none'}")
+    if names := sorted({f"{w.model}:{name}" for w in found.workers for name, _ in w.adapters if name}):
+        out.print(f"adapters {', '.join(names)}", markup=False)
     out.print(_workers(found.workers))
     if found.pairs:
         out.print("pairs (row: prefill, column: decode)")

@@ -22,7 +22,7 @@ from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 
 # Set in other sections: [model], [engine], [rpc], [registry].
-SHARED = ("model", "name", "engine", "rpc", "registry")
+SHARED = ("model", "name", "adapters", "adapter_root", "engine", "rpc", "registry")
 SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("model", ModelSettings, "The model that both pools serve."),
     ("engine", EngineConfig, "How workers compute; [prefill.engine] and [decode.engine] override single keys."),

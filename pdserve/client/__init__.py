@@ -9,8 +9,9 @@
 Failures raise the typed errors of `pdserve.errors`, with the server's field, remedy and diff.
 """
 
+from pdserve.client.adapters import Adapter, WorkerAdapters
 from pdserve.client.asynchronous import AsyncClient
-from pdserve.client.events import Completion, Event, Tokens
+from pdserve.client.events import Choice, Completion, Event, Tokens
 from pdserve.client.request import GenerateOptions
 from pdserve.client.status import Contract, Model, Pair, Placement, Status, Worker, WorkerLoad
 from pdserve.client.synchronous import Client
@@ -18,7 +19,9 @@ from pdserve.rpc.events import Accepted, Finish, HandoffRecord, Usage
 
 __all__ = [
     "Accepted",
+    "Adapter",
     "AsyncClient",
+    "Choice",
     "Client",
     "Completion",
     "Contract",
@@ -33,5 +36,6 @@ __all__ = [
     "Tokens",
     "Usage",
     "Worker",
+    "WorkerAdapters",
     "WorkerLoad",
 ]

@@ -7,6 +7,15 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Self, Unpack
 
+from pdserve.client.adapters import (
+    LOAD_TIMEOUT_S,
+    UNLOAD_WAIT_S,
+    WorkerAdapters,
+    adapters_from_proto,
+    load_request,
+    unload_request,
+    unload_timeout_s,
+)
 from pdserve.client.events import Completion, Event, EventReader, collect
 from pdserve.client.failures import typed_errors
 from pdserve.client.request import GenerateOptions, build, credentials
@@ -14,7 +23,10 @@ from pdserve.client.status import Model, Status, models_from_proto, status_from_
 from pdserve.errors import Cancelled, Refused
 from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.settings import RpcSettings, check_plaintext, split_address
-from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
+from pdserve.rpc.tls import ROUTER
+from pdserve.v1 import adapters_pb2, gateway_pb2
+from pdserve.v1.adapters_pb2_grpc import AdaptersStub
+from pdserve.v1.gateway_pb2_grpc import GatewayStub
 
 
 class AsyncClient:
@@ -34,7 +46,8 @@ class AsyncClient:
         self._closed = False
 
     async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event]:
-        """Yields Accepted, Tokens ..., HandoffRecord if wanted, Finish. Or the record and an error.
+        """Yields Accepted, Tokens ..., HandoffRecord if wanted, Finish; or the record and an error. With `n` outputs
+        each has its Finish, and Tokens of different choices come mixed.
 
         Leaving the loop early cancels the request at the server; to do so at a definite
         moment, iterate within `contextlib.aclosing`.
@@ -45,7 +58,7 @@ class AsyncClient:
             PdserveError: whatever else the server reports, with its diff and remedy.
         """
         request, timeout_s = build(prompt, options)
-        reader = EventReader()
+        reader = EventReader(request.n)
         call = self._stub().Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async with self._typed_errors(timeout_s):
@@ -68,6 +81,28 @@ class AsyncClient:
         """Pools, contracts, load, and which pairs of workers fit."""
         return status_from_proto(await self._unary("Status", gateway_pb2.StatusRequest(), timeout_s))
 
+    async def adapters(self, model: str = "", timeout_s: float | None = None) -> tuple[WorkerAdapters, ...]:
+        """Which LoRA adapters each ready worker serves, and how many requests use them; of one model, or of all."""
+        request = adapters_pb2.ListAdaptersRequest(model=model)
+        return adapters_from_proto(await self._unary("List", request, timeout_s, AdaptersStub))
+
+    async def load_adapter(
+        self, name: str, path: str, *, model: str = "", timeout_s: float = LOAD_TIMEOUT_S
+    ) -> tuple[WorkerAdapters, ...]:
+        """Serves the adapter at `path`, on the workers' machines, under a name; replaces another version of it.
+
+        What a worker could not do is in its entry; the same call again tries again.
+        """
+        request = load_request(name, path, model)
+        return adapters_from_proto(await self._unary("Load", request, timeout_s, AdaptersStub))
+
+    async def unload_adapter(
+        self, name: str, *, model: str = "", wait_s: float = UNLOAD_WAIT_S
+    ) -> tuple[WorkerAdapters, ...]:
+        """Serves a name no longer; a worker where requests use it beyond `wait_s` says so, and serves it as before."""
+        request, timeout_s = unload_request(name, model, wait_s), unload_timeout_s(wait_s)
+        return adapters_from_proto(await self._unary("Unload", request, timeout_s, AdaptersStub))
+
     async def close(self) -> None:
         """Cancels what is running. Idempotent."""
         self._closed = True
@@ -80,17 +115,17 @@ class AsyncClient:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
-        stub, deadline_s = self._stub(), timeout_s or self._settings.call_timeout_s
+    async def _unary(self, method: str, request: Any, timeout_s: float | None, kind: Any = GatewayStub) -> Any:
+        stub, deadline_s = self._stub(kind), timeout_s or self._settings.call_timeout_s
         async with self._typed_errors(deadline_s):
             return await getattr(stub, method)(request, timeout=deadline_s, metadata=self._metadata)
 
-    def _stub(self) -> gateway_pb2_grpc.GatewayStub:
+    def _stub(self, kind: Any = GatewayStub) -> Any:
         if self._closed:
             raise client_closed()
         if self._pool is None:
-            self._pool = ChannelPool(self._settings)
-        return gateway_pb2_grpc.GatewayStub(self._pool.get(self.address))
+            self._pool = ChannelPool(self._settings, peer=ROUTER)
+        return kind(self._pool.get(self.address))
 
     @asynccontextmanager
     async def _typed_errors(self, timeout_s: float) -> AsyncIterator[None]:

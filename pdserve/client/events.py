@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from pdserve.errors import DataLoss, Unavailable
 from pdserve.rpc import convert
@@ -24,34 +24,53 @@ class Tokens:
     ids: tuple[int, ...]
     text: str
     logprobs: tuple[PositionLogprobs, ...] = ()
+    choice: int = 0  # which of several outputs
 
 
 Event = Accepted | Tokens | HandoffRecord | Finish
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A whole answer."""
+class Choice:
+    """One of the outputs of an answer."""
 
     text: str
     ids: tuple[int, ...]
     finish: Finish
-    usage: Usage
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. Text, ids, finish and logprobs are those of the first choice."""
+
+    text: str
+    ids: tuple[int, ...]
+    finish: Finish
+    usage: Usage  # the prompt once, and the output of all choices
     accepted: Accepted | None
     record: HandoffRecord | None
     logprobs: tuple[PositionLogprobs, ...]
+    choices: tuple[Choice, ...] = ()  # all `n` of them
+
+
+class _Output:
+    """One choice as far as it has come."""
+
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.tokens = 0
 
 
 class EventReader:
-    """Turns one stream's messages into events: accepted, tokens*, record?, finish.
+    """Turns one stream's messages into events: accepted, tokens*, record?, finish; several outputs mixed.
 
     Bytes become text here, across messages, so that no character is ever cut in two.
     """
 
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._tokens = 0
-        self._finished = False
+    def __init__(self, outputs: int = 1) -> None:
+        self._outputs = [_Output() for _ in range(outputs)]
+        self._open = outputs  # that have not ended
 
     def read(self, message: gateway_pb2.GenerateEvent) -> tuple[Event, ...]:
         """Usually one event. Raises the typed error of an error message; DataLoss when tokens are missing."""
@@ -65,33 +84,47 @@ class EventReader:
         if kind == "record":
             return (convert.record_from_proto(message.record),)
         if kind == "finish":
-            self._finished = True
-            rest = self._decoder.decode(b"", final=True)
-            last = (Tokens(self._tokens, (), rest),) if rest else ()
-            return (*last, convert.finish_from_proto(message.finish))
+            finish = convert.finish_from_proto(message.finish)
+            output = self._output(finish.choice)
+            self._open -= 1
+            rest = output.decoder.decode(b"", final=True)
+            last = (Tokens(output.tokens, (), rest, choice=finish.choice),) if rest else ()
+            return (*last, finish)
         return ()  # an event of a newer server, which says nothing that this client knows
 
     def end(self) -> None:
         """To be called when the stream has ended without an error. Raises Unavailable if it had no finish."""
-        if not self._finished:
+        if self._open:
             raise Unavailable("the answer ended before its finish", reason="STREAM_CUT", remedy="ask again")
 
-    def _read_tokens(self, batch: TokenBatch) -> Tokens:
-        if batch.first_index != self._tokens:
+    def _output(self, choice: int) -> _Output:
+        if choice >= len(self._outputs):
             raise DataLoss(
-                f"token {batch.first_index} arrived where {self._tokens} was due",
+                f"something of choice {choice} arrived, and {len(self._outputs)} were asked for",
+                reason="UNKNOWN_CHOICE",
+                field="choice",
+                remedy="ask again",
+            )
+        return self._outputs[choice]
+
+    def _read_tokens(self, batch: TokenBatch) -> Tokens:
+        output = self._output(batch.choice)
+        if batch.first_index != output.tokens:
+            raise DataLoss(
+                f"token {batch.first_index} arrived where {output.tokens} was due",
                 reason="TOKEN_GAP",
                 field="first_index",
                 remedy="ask again",
             )
-        self._tokens += len(batch.ids)
-        return Tokens(batch.first_index, batch.ids, self._decoder.decode(batch.text), batch.logprobs)
+        output.tokens += len(batch.ids)
+        return Tokens(batch.first_index, batch.ids, output.decoder.decode(batch.text), batch.logprobs, batch.choice)
 
 
 def collect(events: Iterable[Event]) -> Completion:
-    """Puts a whole answer together. The events must end with a finish, as EventReader makes sure."""
-    accepted, record, finish = None, None, None
+    """Puts a whole answer together. The events must end with each choice's finish, as EventReader makes sure."""
+    accepted, record = None, None
     tokens: list[Tokens] = []
+    ends: dict[int, Finish] = {}
     for event in events:
         match event:
             case Accepted():
@@ -101,15 +134,20 @@ def collect(events: Iterable[Event]) -> Completion:
             case HandoffRecord():
                 record = event
             case Finish():
-                finish = event
-    if finish is None:
+                ends[event.choice] = event
+    if not ends:
         raise Unavailable("the answer ended before its finish", reason="STREAM_CUT", remedy="ask again")
-    return Completion(
+    choices = tuple(_choice(ends[number], [t for t in tokens if t.choice == number]) for number in sorted(ends))
+    first = choices[0]
+    output = sum(end.usage.output_tokens for end in ends.values())
+    usage = replace(first.finish.usage, output_tokens=output)
+    return Completion(first.text, first.ids, first.finish, usage, accepted, record, first.logprobs, choices)
+
+
+def _choice(finish: Finish, tokens: Sequence[Tokens]) -> Choice:
+    return Choice(
         text="".join(part.text for part in tokens),
         ids=tuple(token for part in tokens for token in part.ids),
         finish=finish,
-        usage=finish.usage,
-        accepted=accepted,
-        record=record,
         logprobs=tuple(entry for part in tokens for entry in part.logprobs),
     )

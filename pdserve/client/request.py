@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any, TypedDict
 
 from pdserve.errors import ConfigError, InvalidRequest
-from pdserve.request import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingParams
+from pdserve.request import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingParams, check_choices
 from pdserve.rpc.convert import sampling_to_proto
 from pdserve.v1 import gateway_pb2
 
@@ -28,6 +28,7 @@ class GenerateOptions(TypedDict, total=False):
     adapter: str  # adapter name; default: base model
     request_id: str  # the caller's label for logs
     want_record: bool  # also yield the HandoffRecord
+    n: int  # outputs of the one prompt, which is computed and handed over once; default 1
     timeout_s: float  # deadline of the whole call; default 300
     sampling: SamplingParams  # instead of the single options below
 
@@ -80,6 +81,7 @@ def build(prompt: str | None, options: Mapping[str, Any]) -> tuple[gateway_pb2.G
         adapter=options.get("adapter", ""),
         request_id=options.get("request_id", ""),
         want_record=options.get("want_record", False),
+        n=_outputs(options),
         sampling=sampling_to_proto(_sampling(options)),
     )
     if "sampling" not in options:  # what the caller leaves open is the model's to say
@@ -90,6 +92,14 @@ def build(prompt: str | None, options: Mapping[str, Any]) -> tuple[gateway_pb2.G
     if not 0 < timeout_s < float("inf"):
         raise _invalid("timeout_s", f"{timeout_s:g} is not allowed", "use seconds above 0")
     return request, timeout_s
+
+
+def _outputs(options: Mapping[str, Any]) -> int:
+    n = options.get("n", 1)
+    if type(n) is not int:
+        raise _invalid("n", f"{n!r} is no number of outputs", "use a whole number")
+    check_choices(n)
+    return n
 
 
 def _set_prompt(request: gateway_pb2.GenerateRequest, prompt: str | None, options: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ class Model:
     has_tokenizer: bool  # False: only token ids are accepted
     has_chat_template: bool
     created_s: int  # Unix seconds, when the router first saw it
+    adapters: tuple[str, ...] = ()  # names that requests may give
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class WorkerLoad:
     transfer_bytes_per_s: float = 0.0
     decode_step_ms: float = 0.0
     fixed_step_ms: float = 0.0
+    prefill_token_us: float = 0.0
+    prefill_pair_ns: float = 0.0
+    step_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Worker:
     load: WorkerLoad
     lease_left_s: float
     takes_prompts: bool = False  # a decode worker that computes prompts itself when asked to
+    adapters: tuple[tuple[str, bytes], ...] = ()  # name and digest; no name: a replaced version
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ def models_from_proto(message: gateway_pb2.ListModelsResponse) -> tuple[Model, .
             has_tokenizer=m.has_tokenizer,
             has_chat_template=m.has_chat_template,
             created_s=m.created_s,
+            adapters=tuple(m.adapters),
         )
         for m in message.models
     )
@@ -167,6 +173,7 @@ def _worker(message: gateway_pb2.WorkerStatus) -> Worker:
         load=WorkerLoad(**{name: getattr(load, name) for name in _LOAD_FIELDS}),
         lease_left_s=message.lease_left_s,
         takes_prompts=message.takes_prompts,
+        adapters=tuple((adapter.name, adapter.digest) for adapter in message.adapters),
     )
 
 

@@ -24,11 +24,11 @@ class FoundRegistry:
         self._within_s = within_s
         self._found: Registry | None = None
 
-    async def register(self, record: WorkerRecord) -> None:
+    async def register(self, record: WorkerRecord, again: bool = False) -> None:
         end = asyncio.get_running_loop().time() + self._within_s
         while True:
             try:
-                return await (await self._registry()).register(record)
+                return await (await self._registry()).register(record, again)
             except Unavailable:
                 await self.close()
                 if asyncio.get_running_loop().time() > end:

@@ -10,11 +10,12 @@ from typing import Any
 import msgpack
 
 from pdserve.conformance.hostile import FOREIGN, FRAMES, Hostile, Make, changed, field_bytes, flip_first, flip_middle
-from pdserve.conformance.streams import Draft, wire
+from pdserve.conformance.streams import Draft, together, wire
 
 
 def frames() -> Iterator[Hostile]:
     yield from _frames()
+    yield from _together()
     yield from _headers()
 
 
@@ -56,6 +57,28 @@ def _frames() -> Iterator[Hostile]:
     yield refuse("an unknown field", "MALFORMED_MESSAGE", _raw_frame(lambda h, p, d: h + p + d + field_bytes(4, b"x")))
     yield refuse("a frame that is cut", "MALFORMED_MESSAGE", lambda d: changed(d, 1, lambda data: data[:-8]))
     yield refuse("bytes after the frame", "MALFORMED_MESSAGE", lambda d: changed(d, 1, lambda data: data + b"\x12\0"))
+
+
+def _together() -> Iterator[Hostile]:
+    """Several frames in a message. A receiver that takes none so refuses the message itself."""
+
+    def refuse(name: str, reason: str, change: Callable[[Any], None]) -> Hostile:
+        def make(draft: Draft) -> list[bytes]:
+            requests = together(draft.seal(), len(draft.frames))
+            change(requests[1].frames.frames)
+            return wire(requests)
+
+        return Hostile(f"frames together: {name}", FRAMES, (reason, "MALFORMED_MESSAGE"), make)
+
+    yield refuse("the last payload with a flipped bit", "FRAME_DIGEST", _damage_last)
+    yield refuse("the first one missing", "FRAME_SEQUENCE", lambda frames: frames.pop(0))
+    yield refuse("one twice", "FRAME_SEQUENCE", lambda frames: frames.insert(0, frames[0]))
+    yield refuse("none", "MALFORMED_MESSAGE", lambda frames: frames.clear())
+    yield refuse("one without a digest", "MALFORMED_MESSAGE", lambda frames: frames[-1].ClearField("digest"))
+
+
+def _damage_last(frames: Any) -> None:
+    frames[-1].payload = flip_middle(frames[-1].payload)
 
 
 def _frame(place: int = 1, **changes: Callable[[bytes], bytes]) -> Make:

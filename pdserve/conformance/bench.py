@@ -28,7 +28,7 @@ from pdserve.conformance.peer import (
 from pdserve.conformance.reasons import PUSH_REASONS
 from pdserve.conformance.streams import Cache, Draft, make_cache, make_draft, make_scores
 from pdserve.errors import PdserveError
-from pdserve.v1 import decode_pb2
+from pdserve.v1 import decode_pb2, transfer_pb2
 
 BEST = 9.0  # score of the token that must be chosen; all others are below 1
 
@@ -177,8 +177,8 @@ class Bench:
             push.finish()
             self.acknowledged(push, draft)
 
-    def granted(self, push: Push, opening: bytes, draft: Draft) -> None:
-        """Opens the stream and checks the grant."""
+    def granted(self, push: Push, opening: bytes, draft: Draft) -> transfer_pb2.Grant:
+        """Opens the stream, and checks and returns the grant."""
         push.send(opening)
         answer = push.receive()
         if answer is None or not answer.HasField("grant"):
@@ -188,6 +188,7 @@ class Bench:
             fail(f"tokens [{answer.grant.start}, {answer.grant.end}) were granted, not [{start}, {draft.identity.end})")
         if any(len(frame.payload) > answer.grant.max_payload_bytes for frame in draft.frames):
             skip(f"frames of {answer.grant.max_payload_bytes} bytes are too small for this case")
+        return answer.grant
 
     def acknowledged(self, push: Push, draft: Draft) -> None:
         answer = push.receive()

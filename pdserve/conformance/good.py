@@ -12,7 +12,7 @@ from cache_transfer.contract import HandoffIdentity, WorkerContract, prompt_dige
 from pdserve.conformance import variants
 from pdserve.conformance.bench import BEST, Bench, Handoff, expect, skip
 from pdserve.conformance.cases import Case
-from pdserve.conformance.streams import Draft
+from pdserve.conformance.streams import Draft, together, wire
 
 GROUP = "good"
 _SMALL = {"tokens_per_frame": 2, "heads_per_frame": 1}
@@ -31,6 +31,7 @@ def cases() -> Iterator[Case]:
         "layers and heads in another order",
         lambda bench: _one(bench, _scrambled, tokens_per_frame=2, heads_per_frame=1),
     )
+    yield good("several frames in each message", _together)
     yield good("headers in the widest encoding", lambda bench: _one(bench, widen))
     yield good("equal best scores: the lowest id", _tie)
     yield good("one token: logits only", _logits_only)
@@ -56,6 +57,21 @@ def _one(bench: Bench, change: Callable[[Draft], None] | None = None, **options:
     expect(len(answer.ids) == 2, f"{len(answer.ids)} tokens came, 2 were asked for")
     finish = answer.finish
     expect(finish is not None and finish.reason == "length", f"the finish is {finish}, not for length")
+
+
+def _together(bench: Bench) -> None:
+    first = bench.token()
+    with bench.handoff() as handoff:
+        draft = handoff.draft(first, tokens_per_frame=1)
+        requests = draft.seal()
+        with bench.peer.push(draft.ticket) as push:
+            most = bench.granted(push, wire(requests[:1])[0], draft).max_frames
+            if most < 2:
+                skip("the worker takes one frame in a message")
+            push.send(*wire(together(requests, most))[1:])
+            push.finish()
+            bench.acknowledged(push, draft)
+        handoff.finish(first)
 
 
 def _described(bench: Bench) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import grpc
 
-from pdserve.conformance import attacks, bad_requests, damage, full_pool, good
+from pdserve.conformance import attacks, bad_requests, damage, full_pool, good, shared
 from pdserve.conformance.bench import Bench, CaseFailed, CaseSkipped, Limits
 from pdserve.conformance.cases import Case, Outcome, Result
 from pdserve.conformance.peer import CallFailed, Peer
@@ -18,7 +18,8 @@ from pdserve.rpc.settings import RpcSettings
 
 def all_cases() -> tuple[Case, ...]:
     """Good ones first: what refuses everything refuses every attack."""
-    return (*good.cases(), *bad_requests.cases(), *attacks.cases(), *full_pool.cases(), *damage.cases())
+    groups = (good, bad_requests, attacks, shared, full_pool, damage)
+    return tuple(case for group in groups for case in group.cases())
 
 
 def select(only: Sequence[str]) -> tuple[Case, ...]:

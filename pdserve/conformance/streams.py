@@ -90,6 +90,13 @@ def wire(requests: list[pb.PushRequest]) -> list[bytes]:
     return [request.SerializeToString() for request in requests]
 
 
+def together(requests: list[pb.PushRequest], count: int) -> list[pb.PushRequest]:
+    """The same stream with up to `count` frames in each message of frames."""
+    frames = [request.frame for request in requests if request.HasField("frame")]
+    parts = [frames[first : first + count] for first in range(0, len(frames), count)]
+    return [requests[0], *(pb.PushRequest(frames=pb.Frames(frames=part)) for part in parts), *requests[-2:]]
+
+
 def make_draft(
     ticket: Ticket,
     identity: HandoffIdentity,

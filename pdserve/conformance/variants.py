@@ -37,11 +37,17 @@ def must_equal(c: WorkerContract) -> Iterator[tuple[str, WorkerContract]]:
     )
     yield "POSITION_SCHEME.interleaved", position(interleaved=not positions.interleaved)
     yield "POSITION_SCHEME.keys_cached_rotated", position(keys_cached_rotated=not positions.keys_cached_rotated)
+    others = c.layer_positions or (positions,) * len(c.planes)
+    changed = replace(others[0], kind="none" if others[0].kind != "none" else "learned")
+    yield "LAYER_POSITIONS[0]", replace(c, layer_positions=(changed, *others[1:]))
     yield "ATTENTION.scale", attend(scale=attention.scale * 2)
     yield "ATTENTION.soft_cap", attend(soft_cap=attention.soft_cap + 1.0)
     window = attention.sliding_window or (0,) * len(c.planes)
     yield "ATTENTION.sliding_window", attend(sliding_window=(*window[:-1], window[-1] + 1))
-    yield "LAYERS", replace(c, planes=(*c.planes, c.planes[-1]), attention=_windows(c, extra=True))
+    yield (
+        "LAYERS",
+        replace(c, planes=(*c.planes, c.planes[-1]), attention=_windows(c, extra=True), layer_positions=_more(c)),
+    )
     last = len(c.planes) - 1
     first = c.planes[last][0]
     yield f"PLANES[{last}]", _planes(c, replace(first, name=f"{first.name}2"))
@@ -84,6 +90,10 @@ def _planes(c: WorkerContract, first: Any) -> WorkerContract:
 def _windows(c: WorkerContract, extra: bool) -> Any:
     window = c.attention.sliding_window
     return replace(c.attention, sliding_window=(*window, 0) if window and extra else window)
+
+
+def _more(c: WorkerContract) -> Any:
+    return (*c.layer_positions, *c.layer_positions[-1:])
 
 
 def _flipped(digest: bytes) -> bytes:

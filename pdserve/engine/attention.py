@@ -42,10 +42,27 @@ def check_visible(first: Tensor, end: Tensor) -> None:
         raise Internal(f"query row {int(empty[0])} sees no key", reason="EMPTY_QUERY_ROW", field="mask")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, soft_cap: float = 0.0) -> Tensor:
+def alibi(slopes: Tensor, distance: Tensor, dtype: torch.dtype) -> Tensor:
+    """What ALiBi adds to scores: slopes [Hkv, group] times key minus query position, `distance` [n, m].
+
+    Returns [Hkv, group, n, m].
+    """
+    return (slopes[..., None, None] * distance).to(dtype)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    slopes: Tensor | None = None,
+) -> Tensor:
     """softmax(q k^T * scale) v over visible keys.
 
-    q [n, Hq, d]; k, v [Hkv, m, d]; visible bool [n, m]. Returns [n, Hq, d] in q's dtype.
+    q [n, Hq, d]; k, v [Hkv, m, d]; visible bool [n, m]: the last visible key is the query's own; slopes [Hkv, group]
+    of ALiBi. Returns [n, Hq, d] in q's dtype.
     """
     n, heads, d = q.shape
     accurate = wide(q.dtype)
@@ -53,6 +70,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, soft_
     scores = grouped @ k[:, None].to(accurate).transpose(-1, -2) * scale  # [Hkv, group, n, m]
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
+    if slopes is not None:
+        keys = torch.arange(visible.shape[1], device=visible.device)
+        own = torch.where(visible, keys, 0).amax(-1, keepdim=True)  # [n, 1]
+        scores = scores + alibi(slopes, keys - own, accurate)
     weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)
     out = weights @ v[:, None].to(accurate)  # [Hkv, group, n, d]
     return out.permute(2, 0, 1, 3).reshape(n, heads, d).to(q.dtype)
@@ -60,7 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, soft_
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Query rows [first_row, end_row) read the keys [first_key, end_key).
+    """Query rows [first_row, end_row), at `places` [rows], read the keys [first_key, end_key).
 
     Every row sees the keys before `bias_from`; `bias` [rows, end_key - bias_from] holds 0 or
     -inf for the rest. Made once per step, used by every layer.
@@ -72,6 +93,7 @@ class QueryBlock:
     end_key: int
     bias_from: int
     bias: Tensor
+    places: Tensor
 
 
 def query_blocks(first: Tensor, end: Tensor, dtype: torch.dtype) -> list[QueryBlock]:
@@ -86,11 +108,19 @@ def query_blocks(first: Tensor, end: Tensor, dtype: torch.dtype) -> list[QueryBl
         keys = torch.arange(shared, high, device=first.device)
         visible = (keys >= first[row:last, None]) & (keys < end[row:last, None])
         bias = torch.zeros(visible.shape, dtype=dtype, device=first.device).masked_fill(~visible, -torch.inf)
-        blocks.append(QueryBlock(row, last, low, high, shared, bias))
+        blocks.append(QueryBlock(row, last, low, high, shared, bias, end[row:last] - 1))
     return blocks
 
 
-def prefill(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[QueryBlock], scale: float, soft_cap: float) -> Tensor:
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Sequence[QueryBlock],
+    scale: float,
+    soft_cap: float,
+    slopes: Tensor | None = None,
+) -> Tensor:
     """Many queries of one sequence. q [n, Hq, d]; k, v [Hkv, m, d]. Returns [n, Hq, d].
 
     Blocks of QUERIES rows keep the scores in the processor's cache and skip every key that
@@ -107,6 +137,9 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[QueryBlock], scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         scores = scores.view(*part.shape[:3], -1)  # [Hkv, group, rows, keys]
+        if slopes is not None:
+            distance = torch.arange(block.first_key, block.end_key, device=q.device) - block.places[:, None]
+            scores += alibi(slopes, distance, scores.dtype)
         scores[..., block.bias_from - block.first_key :].add_(block.bias)
         weights = torch.softmax(scores, -1).view(kv_heads, -1, scores.shape[-1])
         out[:, :, rows] = torch.bmm(weights, v[:, keys]).view_as(part)
@@ -114,7 +147,8 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[QueryBlock], scale
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, soft_cap: float) -> Tensor:
-    """One query each of B sequences. q [B, Hq, d]; k, v [Hkv, B, m, d]; bias [B, 1, m], 0 or -inf.
+    """One query each of B sequences. q [B, Hq, d]; k, v [Hkv, B, m, d]; bias added to the scores: [B, 1, m],
+    or one per query head, [Hkv, B, group, m]; -inf for keys that are not seen.
 
     Returns [B, Hq, d].
     """

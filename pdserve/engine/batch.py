@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pdserve.engine.adapters import AdapterRows
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.engine.spec import ModelSpec
@@ -50,6 +51,7 @@ class Batch:
     wanted: list[tuple[str, int, int]]  # key, rows [first, end) of the logits
     wanted_rows: Tensor
     cache: PagedCache
+    adapters: AdapterRows | None = None  # None: every row is the base model's
 
     @cached_property
     def groups(self) -> list[Group]:

@@ -6,7 +6,7 @@ A page is in one of three states:
     held      referenced by one or more owners (request, pin, grant); maybe also findable
     cached    findable through the prefix index, referenced by nobody; evictable
 
-    free -- allocate --> held -- release --> cached (if published) or free
+    free -- allocate --> held -- release, drop --> cached (if published) or free
     cached -- retain --> held                cached -- evicted by allocate --> free
 
 The prefix index is a tree of full pages, keyed by a chain of digests over identity and
@@ -64,6 +64,12 @@ class Prefix:
 
     def extend(self, ids: Iterable[int]) -> None:
         self._ids.extend(ids)
+
+    def copy(self) -> Prefix:
+        """One that goes on by itself; what was hashed stays hashed."""
+        twin = Prefix(self._identity, self._ids, self._page_size)
+        twin._links = self._links.copy()
+        return twin
 
     def links(self, limit: int) -> Iterator[Link]:
         """The full pages, at most `limit` of them."""
@@ -168,6 +174,24 @@ class BlockManager:
             if not 0 <= page < self.pages or not (self._references[page] or page in self._idle):
                 raise Internal(f"page {page} has nothing to retain", reason="PAGE_BOOKS", field="pages")
         self._take(owner, pages)
+
+    def references(self, page: int) -> int:
+        """How often it is held; whoever writes a page must be its only holder."""
+        return self._references[page]
+
+    def drop(self, owner: str, page: int) -> None:
+        """One reference of `owner` on a page less. Raises Internal if it has none."""
+        held = self._owners.get(owner, Counter())
+        if not held[page]:
+            raise Internal(f"{owner} does not hold page {page}", reason="PAGE_BOOKS", field="pages")
+        held[page] -= 1
+        if not held[page]:
+            del held[page]
+        if not held:
+            del self._owners[owner]
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._park(page)
 
     def release(self, owner: str) -> None:
         """Drops every reference of `owner`. An owner without any is no error: release is idempotent."""

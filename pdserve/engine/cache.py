@@ -100,6 +100,13 @@ class PagedCache:
         if slots.numel():
             self.storage.index_fill_(self._slot_axis, slots, 0)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """The whole content of one page in another, in every layer and plane. For a sequence that is to write in
+        what others read.
+        """
+        size, axis = self.page_size, self._slot_axis
+        self.storage.narrow(axis, target * size, size).copy_(self.storage.narrow(axis, source * size, size))
+
     def gather_index(self, table: Tensor) -> Tensor:
         """What `gather` needs for the pages of table [B, P]: the same for every layer."""
         flat = table.flatten()

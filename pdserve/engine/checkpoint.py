@@ -24,7 +24,7 @@ from pdserve.engine.digest import model_digest
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.safetensors_file import open_safetensors
 from pdserve.engine.spec import ModelSpec
-from pdserve.engine.stored import Source, assemble
+from pdserve.engine.stored import Source, assemble, own_dtype
 from pdserve.engine.validate import check_spec
 from pdserve.engine.weights import check_tensors, expected_tensors
 from pdserve.errors import CheckpointError
@@ -51,6 +51,7 @@ def load_spec_checkpoint(path: Path, dtype: str, device: str, files: CheckpointF
     spec = _read_spec(file.metadata, path)
     check_spec(spec)
     digest = model_digest(spec, file.tensors, files.digests(path, file.tensors))
+    dtype = own_dtype(file.tensors) if dtype == "auto" else dtype
     sources = {name: Source(name) for name in expected_tensors(spec)}
     return LoadedModel(path.stem, spec, assemble(spec, sources, file.tensors, dtype, device), dtype, digest, path)
 

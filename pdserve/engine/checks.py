@@ -29,6 +29,7 @@ from pdserve.engine.attention import attend
 from pdserve.engine.batch import Batch
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, StepOutput, StepPlan
+from pdserve.engine.positions import alibi_slopes
 from pdserve.engine.spec import ModelSpec
 from pdserve.engine.trace import LayerTrace, StepTrace
 from pdserve.errors import ConfigError, Internal
@@ -133,12 +134,13 @@ def equal_lengths(step: Step) -> None:
 def attention_reference(step: Step) -> None:
     """Attention equals the reference over the sequence's own cached keys (A4)."""
     spec, cache = step.engine.spec, step.engine.cache
+    slopes = alibi_slopes(spec, str(cache.storage.device))
     for index, layer in enumerate(step.layers):
         for chunk, rows in step.rows():
             k, v = cache.sequence(index, chunk.pages, chunk.start + len(chunk.ids))
             numbers = torch.arange(k.shape[1], device=k.device)
             visible = (numbers >= layer.first[rows, None]) & (numbers < layer.end[rows, None])
-            expected = attend(layer.q[rows], k, v, visible, spec.scale, spec.soft_cap)
+            expected = attend(layer.q[rows], k, v, visible, spec.scale, spec.soft_cap, slopes)
             error = relative_error(layer.attended[rows], expected)
             if not error <= step.tolerance:
                 raise _broken("attention_reference", f"layer {index}, {chunk.key}: attention is off by {error:.2g}")

@@ -72,10 +72,19 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat(blocks, -1)[:, :width]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, scale: float, soft_cap: float) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    end: Tensor,
+    scale: float,
+    soft_cap: float,
+    slopes: Tensor | None = None,
+) -> Tensor:
     """Attention of one sequence. q [n, Hq, d], k and v [Hkv, m, d], all in fp32 or float64.
 
-    Query i sees the keys [first[i], end[i]). Returns [n, Hq, d].
+    Query i sees the keys [first[i], end[i]), its own the last; slopes [Hkv, group] of ALiBi. Returns [n, Hq, d].
     """
     kv_heads, keys, width = k.shape
     q = F.pad(q, (0, -width % _VECTOR))
@@ -86,13 +95,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, scale: f
         tile = _tile(q, row).view(ROWS, kv_heads, -1, d).permute(1, 0, 2, 3).reshape(kv_heads, -1, d)
         low, high = _tile(first, row), _tile(end, row)  # padding rows see nothing: [0, 0)
         group = tile.shape[1] // ROWS
-        out = _attend_tile(tile, k, v, low.repeat_interleave(group), high.repeat_interleave(group), scale, soft_cap)
+        low, high = low.repeat_interleave(group), high.repeat_interleave(group)
+        out = _attend_tile(tile, k, v, low, high, scale, soft_cap, None if slopes is None else slopes.repeat(1, ROWS))
         outputs.append(out.view(kv_heads, ROWS, group, d).permute(1, 0, 2, 3).reshape(ROWS, -1, d))
     return torch.cat(outputs)[: q.shape[0], :, :width]
 
 
-def _attend_tile(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, scale: float, soft_cap: float) -> Tensor:
-    """q [Hkv, R, d] with R = ROWS * group; first, end [R]. Running softmax over key blocks."""
+def _attend_tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    end: Tensor,
+    scale: float,
+    soft_cap: float,
+    slopes: Tensor | None,
+) -> Tensor:
+    """q [Hkv, R, d] with R = ROWS * group; first, end [R]; slopes [Hkv, R]. Running softmax over key blocks."""
     best = q.new_full((*q.shape[:2], 1), -torch.inf)
     total = q.new_zeros((*q.shape[:2], 1))
     out = torch.zeros_like(q)
@@ -102,6 +121,8 @@ def _attend_tile(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, sc
         scores = torch.bmm(q, k[:, block : block + KEYS].transpose(1, 2).contiguous()) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
+        if slopes is not None:
+            scores = scores + (slopes[..., None] * (keys - end[:, None] + 1)).to(scores.dtype)
         scores = scores.masked_fill(~visible, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
         anchor = new_best.masked_fill(new_best == -torch.inf, 0.0)  # nothing seen yet: avoid inf - inf

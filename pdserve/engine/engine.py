@@ -8,11 +8,14 @@ cache, so that a chunk and the tokens before it are read in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cache_transfer.contract import WorkerContract
+from pdserve.engine.adapter_files import Base
+from pdserve.engine.adapters import Adapters
 from pdserve.engine.batch import Batch, check_plan, lay_out
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import torch_dtype, wide
@@ -22,7 +25,7 @@ from pdserve.engine.native.choice import KernelCounters, Kernels
 from pdserve.engine.native.path import NativePath
 from pdserve.engine.plain import PlainPath, Reads
 from pdserve.engine.plan import EngineConfig, StepCounters, StepOutput, StepPlan
-from pdserve.engine.positions import RotaryTable
+from pdserve.engine.positions import rotary_tables
 from pdserve.engine.trace import LayerTrace, StepTrace
 from pdserve.engine.weights import check_tensors
 from pdserve.errors import Cancelled, ConfigError
@@ -38,6 +41,8 @@ class Engine:
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        if config.dtype == "auto":
+            config = replace(config, dtype=model.dtype)
         if model.dtype != config.dtype:
             raise ConfigError(
                 f"the model is in {model.dtype}, the engine in {config.dtype}",
@@ -57,12 +62,15 @@ class Engine:
         self.decoder = Decoder(model.spec, tensors, tiled=config.deterministic, quantized=quantized)
         self.cache = PagedCache(model.spec, config)
         rows = min(self.spec.context_limit, self.cache.capacity)
-        rotary = self.spec.positions.kind == "rope"
-        self.rotary = RotaryTable(self.spec.positions, rows, self.dtype, config.device) if rotary else None
-        plain = PlainPath(self.decoder, self.cache, self.rotary)
+        rotary = rotary_tables(self.spec, rows, self.dtype, config.device)
+        self._plain = PlainPath(self.decoder, self.cache, rotary)
+        self.rotary = self._plain.rotary
         if config.deterministic:
-            plain.check_deterministic()
-        self._kernels = Kernels(plain, config)
+            self._plain.check_deterministic()
+        self._kernels = Kernels(self._plain, config)
+        self.adapters = Adapters(tiled=config.deterministic)
+        self.base = Base(model.spec, model.sources, self.dtype, self.device, config.deterministic)
+        """What an adapter for this engine must fit."""
 
     @property
     def kernels(self) -> KernelCounters:
@@ -81,6 +89,7 @@ class Engine:
             model_digest=self.digest,
             positions=spec.positions,
             attention=spec.attention_scheme(),
+            layer_positions=spec.layer_positions,
             planes=spec.planes(),
             vocab_size=spec.vocab_size,
             tokenizer_digest=tokenizer_digest,
@@ -111,14 +120,17 @@ class Engine:
 
         on_layer(layer) is called, in this thread, as soon as K and V of that layer are final
         for every chunk. cancelled() is asked between layers. trace collects what `checks`
-        compares. Raises InvalidRequest or Internal before the first layer, Cancelled between
+        compares. Raises InvalidRequest, NotFound or Internal before the first layer, Cancelled between
         layers; after either the pages' written range is undefined.
         """
         check_plan(plan, self.spec, self.cache)
+        self.adapters.check(plan)
         before = tuple(self.cache.written)
-        path = self._kernels.current()
+        # The kernels know no adapters: a step with any runs in plain torch, the other sequences in it, too.
+        path = self._plain if any(chunk.adapter is not None for chunk in plan.chunks) else self._kernels.current()
         with torch.inference_mode():
             batch = lay_out(plan, self.cache)
+            batch.adapters = self.adapters.rows(batch.chunks, self.device)
             if trace is not None:
                 trace.plan, trace.batch = plan, batch
             x, counters = self._layers(path, batch, on_layer, cancelled, trace)

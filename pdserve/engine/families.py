@@ -1,171 +1,215 @@
-"""The model families of the Hugging Face format, as data; hf_config.py reads a config.json by them.
-
-A new family is one `Family` value if its block is one that ModelSpec can describe.
-"""
+"""The model families of the Hugging Face format, as data; docs/families.md shows how to add one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
 
-from pdserve.engine.stored import Naming
+from pdserve.engine.families_older import OLDER, SIZES, TIED, UNTIED
+from pdserve.engine.family import ACTIVATIONS, Family, Key
+from pdserve.engine.hf_rope import RopeKeys
+from pdserve.engine.spec import ModelSpec
+from pdserve.engine.stored import Naming, Source
+from pdserve.errors import CheckpointError
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
+# ---- keys ---------------------------------------------------------------------------------------
+
+_GROUPED = {"kv_heads": Key("num_key_value_heads", default=("heads", 1))}
+_ATTENTION_BIAS = {name: Key("attention_bias", "flag", False) for name in ("qkv_bias", "attn_out_bias")}
+_MLP_BIAS = {"mlp_bias": Key("mlp_bias", "flag", False)}
+_LLAMA: Mapping[str, Key] = {
+    **SIZES,
+    **_GROUPED,
+    "ffn_width": Key("intermediate_size"),
+    "norm_eps": Key("rms_norm_eps", "number"),
+    "activation": Key("hidden_act", "choice", meaning=ACTIVATIONS),
+    **UNTIED,
+}
+_GEMMA: Mapping[str, Key] = {
+    **_LLAMA,
+    "activation": Key("hidden_activation", "choice", meaning=ACTIVATIONS),
+    "attention_scale": Key("query_pre_attn_scalar", "number", power=-0.5),
+    "embed_scale": Key("hidden_size", "number", power=0.5),
+    "logit_soft_cap": Key("final_logit_softcapping", "number", 0.0, named=True),
+    **_ATTENTION_BIAS,
+    **TIED,
 }
 
-# Keys that describe training, generation defaults, other heads or bookkeeping: they do not
-# change what a forward pass in inference computes. Everything else is taken or refused.
-_BOOKKEEPING = {
-    "_name_or_path", "_attn_implementation_autoset", "architectures", "dtype", "finetuning_task",
-    "is_llama_config", "license", "model_type", "task_specific_params", "tokenizer_class", "torch_dtype",
-    "transformers.js_config", "transformers_version",
-    "unsloth_fixed", "unsloth_version",
-}  # fmt: skip
-_TRAINING = {
-    "attention_dropout", "attn_pdrop", "embd_pdrop", "gradient_checkpointing", "hidden_dropout", "initializer_range",
-    "pretraining_tp", "resid_pdrop",
-}  # fmt: skip
-_GENERATION = {
-    "cls_token_id", "decoder_start_token_id", "do_sample", "max_length", "min_length", "num_beams", "pad_token_id",
-    "repetition_penalty", "sep_token_id", "temperature", "top_k", "top_p", "typical_p", "unk_token_id", "use_cache",
-}  # fmt: skip
-_OTHER_HEADS = {
-    "_num_labels", "id2label", "label2id", "num_labels", "output_attentions", "output_hidden_states", "problem_type",
-    "return_dict", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj",
-}  # fmt: skip
-HARMLESS_KEYS = frozenset(_BOOKKEEPING | _TRAINING | _GENERATION | _OTHER_HEADS)
+# ---- tensor names -------------------------------------------------------------------------------
 
-# Keys that would change the computation, with the only values that are supported.
-FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "chunk_size_feed_forward": (0,),  # 0: the feed-forward is not cut, which is what we do
-    "is_decoder": (False, True),
-    "is_encoder_decoder": (False,),
-    "pruned_heads": ({},),
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
-    "partial_rotary_factor": (1, 1.0),
-    "tie_encoder_decoder": (False,),
-    "use_bfloat16": (False, True),
+_MODULES = {
+    "embed": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    "attn_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "o": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_NAMING = Naming("model.layers.{layer}.", _MODULES, harmless=(r".*\.rotary_emb\.inv_freq",))
+_SANDWICH = {
+    "attn_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
 }
 
 
-@dataclass(frozen=True)
-class Family:
-    """One architecture: the names its config and tensors use, and what is fixed about it."""
-
-    architecture: str
-    model_type: str
-    naming: Naming
-    sizes: Mapping[str, str]  # ModelSpec field -> config key
-    traits: Mapping[str, Any] = field(default_factory=dict)  # ModelSpec fields that never vary
-    grouped: bool = True  # has num_key_value_heads
-    head_dim: str = "optional"  # optional | required | derived
-    positions: str = "rope"  # rope | learned
-    windows: str = "none"  # none | all: every layer | layers: layer_types or max_window_layers
-    attention_bias: bool = False  # has the attention_bias option
-    mlp_bias: bool = False  # has the mlp_bias option
-    tied_default: bool = False
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    optional_prefix: str = ""  # of tensor names; older files lack it
+def _renamed(**modules: str) -> Naming:
+    return replace(_NAMING, modules={**_MODULES, **modules})
 
 
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "context_limit": "max_position_embeddings",
-}
-_GPT2_SIZES = {
-    "vocab_size": "vocab_size",
-    "width": "n_embd",
-    "layers": "n_layer",
-    "heads": "n_head",
-    "context_limit": "n_positions",
-}
-_NAMING = Naming(
-    layer="model.layers.{layer}.",
-    modules={
-        "embed": "model.embed_tokens",
-        "final_norm": "model.norm",
-        "head": "lm_head",
-        "attn_norm": "input_layernorm",
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "q_norm": "self_attn.q_norm",
-        "k_norm": "self_attn.k_norm",
-        "o": "self_attn.o_proj",
-        "mlp_norm": "post_attention_layernorm",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-    },
-    harmless=(r".*\.rotary_emb\.inv_freq",),
-)
-_GPT2_NAMING = Naming(
-    layer="transformer.h.{layer}.",
-    modules={
-        "embed": "transformer.wte",
-        "pos": "transformer.wpe",
-        "final_norm": "transformer.ln_f",
-        "head": "lm_head",
-        "attn_norm": "ln_1",
-        "q": "attn.c_attn",
-        "k": "attn.c_attn",
-        "v": "attn.c_attn",
-        "o": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "up": "mlp.c_fc",
-        "down": "mlp.c_proj",
-    },
-    transposed=frozenset({"q", "k", "v", "o", "up", "down"}),  # its Conv1D keeps [inputs, outputs]
-    fused={"q": 0, "k": 1, "v": 2},
-    harmless=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),  # the causal mask
-)
-_GPT2_TRAITS = {
-    "norm": "layer",
-    "norm_shift": True,
-    "mlp": "plain",
-    "qkv_bias": True,
-    "attn_out_bias": True,
-    "mlp_bias": True,
-}
+# ---- families -----------------------------------------------------------------------------------
 
-FAMILIES = (
-    Family("LlamaForCausalLM", "llama", _NAMING, _SIZES, attention_bias=True, mlp_bias=True),
-    Family("MistralForCausalLM", "mistral", _NAMING, _SIZES, windows="all"),
-    Family("Qwen2ForCausalLM", "qwen2", _NAMING, _SIZES, traits={"qkv_bias": True}, windows="layers"),
+_LLAMAS = (
+    Family("LlamaForCausalLM", "llama", _NAMING, {**_LLAMA, **_ATTENTION_BIAS, **_MLP_BIAS}),
+    Family("MistralForCausalLM", "mistral", _NAMING, _LLAMA, layers="one window"),
+    Family("Qwen2ForCausalLM", "qwen2", _NAMING, _LLAMA, traits={"qkv_bias": True}, layers="upper windows"),
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
         _NAMING,
-        _SIZES,
+        {**_LLAMA, **_ATTENTION_BIAS},
         traits={"qk_norm": True},
         head_dim="required",
-        windows="layers",
-        attention_bias=True,
+        layers="upper windows",
     ),
     Family(
-        "GPT2LMHeadModel",
-        "gpt2",
-        _GPT2_NAMING,
-        _GPT2_SIZES,
-        traits=_GPT2_TRAITS,
-        grouped=False,
-        head_dim="derived",
-        positions="learned",
-        tied_default=True,
-        fixed={"scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,)},
-        optional_prefix="transformer.",
+        "Phi3ForCausalLM",  # Phi-3, Phi-3.5 and Phi-4
+        "phi3",
+        replace(
+            _renamed(q="self_attn.qkv_proj", k="self_attn.qkv_proj", v="self_attn.qkv_proj",
+                     gate="mlp.gate_up_proj", up="mlp.gate_up_proj"),
+            fused=(("q", "k", "v"), ("gate", "up")),
+        ),
+        _LLAMA,
+        rope=RopeKeys(
+            partial="partial_rotary_factor",
+            default_original=4096,
+            aliases={"su": "longrope", "yarn": "longrope"},
+            scalings=("default", "longrope"),
+        ),
+        layers="window if any",
+        fixed={"attention_bias": (False,)},  # in some files, and without effect
+    ),
+    Family(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        _NAMING,
+        {**_LLAMA, **_ATTENTION_BIAS, **_MLP_BIAS, **TIED},
+        rope=RopeKeys(default_theta=2000000.0),
+        layers="some without positions",
+    ),
+    Family(
+        "GraniteForCausalLM",
+        "granite",
+        _NAMING,
+        {
+            **_LLAMA,
+            **_ATTENTION_BIAS,
+            **_MLP_BIAS,
+            "embed_scale": Key("embedding_multiplier", "number", 1.0),
+            "residual_scale": Key("residual_multiplier", "number", 1.0),
+            "attention_scale": Key("attention_multiplier", "number", 1.0),
+            "logit_scale": Key("logits_scaling", "number", 1.0, power=-1.0),
+        },
+    ),
+    Family(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        _renamed(attn_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+        {**_LLAMA, **_ATTENTION_BIAS},
+        traits={"norm_order": "branch", "qk_norm": True, "qk_norm_whole": True},
+    ),
+)  # fmt: skip
+
+_GEMMAS = (
+    Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        _renamed(**_SANDWICH),
+        {**_GEMMA, "soft_cap": Key("attn_logit_softcapping", "number", 0.0, named=True)},
+        traits={"norm_order": "sandwich", "norm_offset": 1.0},
+        head_dim="required",
+        layers="types",
+        pattern=2,
+        fixed={"hidden_act": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,)},
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        _renamed(**_SANDWICH),
+        _GEMMA,
+        traits={"norm_order": "sandwich", "norm_offset": 1.0, "qk_norm": True},
+        head_dim="required",
+        rope=RopeKeys(default_theta=1000000.0),
+        local_rope=RopeKeys(theta="rope_local_base_freq", scalings=("default",)),
+        layers="types",
+        pattern=6,
+        fixed={"attn_logit_softcapping": (None,), "use_bidirectional_attention": (False,)},
     ),
 )
+
+_MIXTURES = (
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        _renamed(
+            router="mlp.gate",
+            expert_gate="mlp.experts.{expert}.gate_proj",
+            expert_up="mlp.experts.{expert}.up_proj",
+            expert_down="mlp.experts.{expert}.down_proj",
+        ),
+        {
+            **_LLAMA,
+            **_ATTENTION_BIAS,
+            "experts": Key("num_experts", also="num_local_experts"),
+            "active_experts": Key("num_experts_per_tok"),
+            "expert_width": Key("moe_intermediate_size"),
+            "norm_experts": Key("norm_topk_prob", "flag", False),
+        },
+        traits={"qk_norm": True},
+        layers="some dense",
+    ),
+    Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        _renamed(
+            router="block_sparse_moe.gate",
+            expert_gate="block_sparse_moe.experts.{expert}.w1",
+            expert_up="block_sparse_moe.experts.{expert}.w3",
+            expert_down="block_sparse_moe.experts.{expert}.w2",
+        ),
+        {
+            **_LLAMA,
+            "experts": Key("num_local_experts", also="num_experts"),
+            "active_experts": Key("num_experts_per_tok"),
+            "expert_width": Key("intermediate_size"),
+        },
+        traits={"norm_experts": True},
+        rope=RopeKeys(default_theta=1000000.0),
+        layers="window if any",
+    ),
+)
+
+FAMILIES = (*_LLAMAS, *_GEMMAS, *_MIXTURES, *OLDER)
+
+
+def directory_sources(model_type: str, spec: ModelSpec) -> dict[str, Source]:
+    """Where a Hugging Face directory of this type has the tensors of a spec: by these names adapters know modules.
+
+    Empty for a type that no family here has, or with a tensor that its family does not name.
+    """
+    for family in FAMILIES:
+        if family.model_type == model_type:
+            try:
+                return family.naming.sources(spec)
+            except CheckpointError:
+                return {}
+    return {}

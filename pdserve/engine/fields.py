@@ -32,6 +32,9 @@ class Fields:
         """Whether the key is there at all, even as null."""
         return key in self._named
 
+    def taken(self, key: str) -> bool:
+        return key in self._taken
+
     def take(self, key: str, default: Any = _MISSING) -> Any:
         """The value of a key; raises CheckpointError if it is absent and has no default."""
         self._taken.add(key)
@@ -47,8 +50,15 @@ class Fields:
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         """A finite positive number."""
-        good = self._typed(key, default, lambda v: _is_number(v) and math.isfinite(v) and v > 0, "a positive number")
-        return float(good)
+        return float(self._typed(key, default, _is_positive, "a positive number"))
+
+    def numbers(self, key: str, count: int) -> list[float]:
+        """A list of `count` finite positive numbers."""
+
+        def good(value: Any) -> bool:
+            return isinstance(value, list) and len(value) == count and all(_is_positive(item) for item in value)
+
+        return [float(item) for item in self._typed(key, _MISSING, good, f"{count} positive numbers")]
 
     def flag(self, key: str, default: Any = _MISSING) -> bool:
         value: bool = self._typed(key, default, lambda v: isinstance(v, bool), "true or false")
@@ -113,6 +123,10 @@ def _is_integer(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, float) or _is_integer(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and value > 0
 
 
 def _short(value: object) -> str:

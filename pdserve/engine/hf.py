@@ -11,12 +11,12 @@ import torch
 
 from pdserve.engine.checkpoint_files import CheckpointFiles
 from pdserve.engine.digest import model_digest
-from pdserve.engine.families import Family
+from pdserve.engine.family import Family
 from pdserve.engine.hf_config import find_family, spec_from_config
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.safetensors_file import open_safetensors
 from pdserve.engine.spec import ModelSpec
-from pdserve.engine.stored import StoredTensor, assemble
+from pdserve.engine.stored import StoredTensor, assemble, own_dtype
 from pdserve.engine.validate import check_spec
 from pdserve.errors import CheckpointError
 
@@ -34,6 +34,8 @@ def load_directory(path: Path, dtype: str, device: str, files: CheckpointFiles) 
     check_spec(spec)
     opened = _open_weights(path, files)
     stored = {name: tensor for tensors in opened.values() for name, tensor in tensors.items()}
+    if dtype == "auto":
+        dtype = own_dtype(stored, config.get("dtype", config.get("torch_dtype")))
     contents = [files.digests(file, tensors) for file, tensors in opened.items()]
     digest = model_digest(spec, stored, {name: value for part in contents for name, value in part.items()})
     tensors = assemble(
@@ -44,7 +46,7 @@ def load_directory(path: Path, dtype: str, device: str, files: CheckpointFiles) 
         device,
         family.naming.harmless,
     )
-    return LoadedModel(path.resolve().name, spec, tensors, dtype, digest, path)
+    return LoadedModel(path.resolve().name, spec, tensors, dtype, digest, path, sources=family.naming.sources(spec))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from cache_transfer.contract import PositionScheme
-from pdserve.engine.families import ACTIVATIONS, FAMILIES, FIXED_KEYS, HARMLESS_KEYS, Family
+from pdserve.engine.families import FAMILIES
+from pdserve.engine.family import FIXED_KEYS, HARMLESS_KEYS, REQUIRED, Family, Key
 from pdserve.engine.fields import Fields
-from pdserve.engine.hf_rope import rope_scheme
+from pdserve.engine.hf_layers import layer_fields
+from pdserve.engine.hf_rope import read_scheme, rope_object
+from pdserve.engine.rope_scaling import within
 from pdserve.engine.spec import ModelSpec
 from pdserve.engine.validate import MAX_LAYERS
 from pdserve.errors import CheckpointError
@@ -48,24 +51,24 @@ def spec_from_config(family: Family, config: Mapping[str, Any], generation: Mapp
     Raises CheckpointError naming the key that is missing, wrong, unsupported or unknown.
     """
     fields = Fields(config, where)
-    sizes: dict[str, Any] = {name: fields.integer(key) for name, key in family.sizes.items()}
-    fields.integer(family.sizes["layers"], maximum=MAX_LAYERS)
+    read = dict(family.traits)
+    for name, key in family.keys.items():
+        read[name] = _read(fields, key, read)
+    if read["layers"] > MAX_LAYERS:
+        fields.integer(family.keys["layers"].name, maximum=MAX_LAYERS)
+    read["head_dim"] = _head_dim(family, fields, read)
+    read |= _positions(family, fields, read)
+    read |= layer_fields(family, fields, read)
+    read.pop("local_positions", None)
     spec = ModelSpec(
-        **sizes,
-        **dict(family.traits),
-        **_heads(family, fields, sizes),
-        **_feed_forward(family, fields, sizes["width"]),
-        **_biases(family, fields),
-        positions=_positions(family, fields, sizes),
-        sliding_window=_windows(family, fields, sizes["layers"]),
-        tied_head=fields.flag("tie_word_embeddings", family.tied_default),
+        **read,
         bos_id=_first(token_ids(fields.take("bos_token_id", generation.get("bos_token_id")), "bos_token_id", where)),
         eos_ids=_eos(fields, generation, where),
     )
-    for key, allowed in {**FIXED_KEYS, **family.fixed}.items():
-        fields.expect(key, allowed)
-    fields.finish(HARMLESS_KEYS.__contains__)
-    return spec
+    for name, allowed in {**FIXED_KEYS, **family.fixed}.items():
+        fields.expect(name, allowed)
+    fields.finish((HARMLESS_KEYS | family.harmless).__contains__)
+    return within(spec, 0)
 
 
 def token_ids(value: object, key: str, where: str) -> tuple[int, ...]:
@@ -87,77 +90,58 @@ def _eos(fields: Fields, generation: Mapping[str, Any], where: str) -> tuple[int
     return token_ids(generation.get(key), key, "generation_config.json") or own
 
 
-def _heads(family: Family, fields: Fields, sizes: Mapping[str, int]) -> dict[str, Any]:
-    width, heads = sizes["width"], sizes["heads"]
-    kv_heads = fields.integer("num_key_value_heads", heads) if family.grouped else heads
+def _read(fields: Fields, key: Key, read: Mapping[str, Any]) -> Any:
+    """The field that a key stands for."""
+    name = key.also if key.also in fields and key.name not in fields else key.name
+    if key.named and not fields.names(name):
+        raise fields.missing(name)
+    default = key.default
+    if isinstance(default, tuple):
+        default = read[default[0]] * default[1]
+    given = () if default is REQUIRED else (default,)
+    value = _typed(fields, key, name, given) if name else default
+    if key.also and name != key.also and key.also in fields and fields.take(key.also) != fields.take(name):
+        raise fields.unsupported(key.also, fields.take(key.also), f"{name} is {fields.take(name)}")
+    if key.kind == "flag" and key.meaning:
+        value = key.meaning[value]
+    if key.power != 1.0:
+        value = float(value) ** key.power
+    return 0 if key.unless and value == read[key.unless] else value
+
+
+def _typed(fields: Fields, key: Key, name: str, given: tuple[Any, ...]) -> Any:
+    if key.kind == "choice":
+        return fields.choice(name, key.meaning, *given)
+    return {"integer": fields.integer, "number": fields.number, "flag": fields.flag}[key.kind](name, *given)
+
+
+def _head_dim(family: Family, fields: Fields, read: Mapping[str, Any]) -> int:
+    width, heads = read["width"], read["heads"]
     if family.head_dim == "required" or (family.head_dim == "optional" and "head_dim" in fields):
-        return {"kv_heads": kv_heads, "head_dim": fields.integer("head_dim")}
+        return fields.integer("head_dim")
     if width % heads:
-        raise fields.unsupported(family.sizes["heads"], heads, f"it does not divide {family.sizes['width']} = {width}")
-    return {"kv_heads": kv_heads, "head_dim": width // heads}
+        names = family.keys["heads"].name, family.keys["width"].name
+        raise fields.unsupported(names[0], heads, f"it does not divide {names[1]} = {width}")
+    return int(width // heads)
 
 
-def _feed_forward(family: Family, fields: Fields, width: int) -> dict[str, Any]:
-    if family.positions == "learned":  # GPT-2's names; its inner width defaults to four times the width
-        inner = fields.integer("n_inner", 4 * width)
-        return {
-            "ffn_width": inner,
-            "norm_eps": fields.number("layer_norm_epsilon"),
-            "activation": fields.choice("activation_function", ACTIVATIONS),
-            "attention_scale": 0.0 if fields.flag("scale_attn_weights", True) else 1.0,
-        }
-    return {
-        "ffn_width": fields.integer("intermediate_size"),
-        "norm_eps": fields.number("rms_norm_eps"),
-        "activation": fields.choice("hidden_act", ACTIVATIONS),
-    }
-
-
-def _biases(family: Family, fields: Fields) -> dict[str, Any]:
-    biases: dict[str, Any] = {}
-    if family.attention_bias:
-        attention = fields.flag("attention_bias", False)
-        biases |= {"qkv_bias": attention, "attn_out_bias": attention}
-    if family.mlp_bias:
-        biases["mlp_bias"] = fields.flag("mlp_bias", False)
-    return biases
-
-
-def _positions(family: Family, fields: Fields, sizes: Mapping[str, int]) -> PositionScheme:
+def _positions(family: Family, fields: Fields, read: Mapping[str, Any]) -> dict[str, PositionScheme]:
+    """`positions`, and `local_positions` of the layers with a window where these have their own."""
     if family.positions == "learned":
-        fields.expect("n_ctx", (sizes["context_limit"],))
-        return PositionScheme(kind="learned", dims=sizes["context_limit"])
-    return rope_scheme(fields, _heads(family, fields, sizes)["head_dim"])
-
-
-def _windows(family: Family, fields: Fields, layers: int) -> tuple[int, ...]:
-    """Tokens seen per layer; () if no layer has a window."""
-    if family.windows == "none":
-        return ()
-    window = fields.integer("sliding_window", None)
-    if family.windows == "all":
-        if not fields.names("sliding_window"):  # null means none, but the peer's default is a window
-            raise fields.missing("sliding_window")
-        return (window,) * layers if window else ()
-    return _window_layers(fields, layers, window)
-
-
-def _window_layers(fields: Fields, layers: int, window: int | None) -> tuple[int, ...]:
-    """Qwen's rules: off unless use_sliding_window; then layer_types, else all layers from max_window_layers on."""
-    if not fields.flag("use_sliding_window", False):
-        window = None
-    elif window is None:
-        raise fields.missing("sliding_window")
-    first = fields.integer("max_window_layers", layers, minimum=0)
-    default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
-    types = fields.take("layer_types", default)
-    known = {"full_attention": 0, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != layers or not all(isinstance(t, str) and t in known for t in types):
-        raise fields.unsupported(
-            "layer_types", types, f"expected full_attention or sliding_attention for {layers} layers"
-        )
-    if "sliding_attention" not in types:
-        return ()
-    if not window:
-        raise fields.unsupported("layer_types", types, "sliding_attention needs use_sliding_window and sliding_window")
-    return tuple(known[t] or 0 for t in types)
+        return {"positions": PositionScheme(kind="learned", dims=read["context_limit"])}
+    if family.positions == "alibi":
+        return {"positions": PositionScheme(kind="alibi", dims=read["heads"])}
+    sizes, stands = (read["head_dim"], read["context_limit"]), rope_object(fields)
+    if family.local_rope is None:
+        return {"positions": read_scheme(fields, stands, family.rope, *sizes)}
+    inner = {
+        name: Fields(stands.take(name, {}), f"rope_parameters.{name}")
+        for name in ("full_attention", "sliding_attention")
+    }
+    nested = any(name in stands for name in inner)
+    if nested:
+        stands.finish(lambda key: False)
+    return {
+        "positions": read_scheme(fields, inner["full_attention"] if nested else stands, family.rope, *sizes),
+        "local_positions": read_scheme(fields, inner["sliding_attention"], family.local_rope, *sizes),
+    }

@@ -7,6 +7,9 @@ the bound is t >= max(F / P, M / B) with F in FLOPs, P in FLOP/s, M in bytes, B 
 M counts what must cross the memory bus: every weight once, and the K and V that are read or
 written. Activations may stay in the processor's caches, so a bound leaves them out; norms,
 activations, softmax and rotation are left out of F, where they are far below a percent.
+
+Of a mixture of experts each token computes `active_experts`, and a step reads as many different experts as its tokens
+can take: one token's, or all of them where the tokens are many and the router spreads them evenly.
 """
 
 from __future__ import annotations
@@ -156,10 +159,13 @@ def ledger(spec: ModelSpec, step: Step, dtype: str = "fp32", kv_dtype: str = "")
         rows.append(Row("position table", (b, n, width), weight_bytes=n * width * size))
     rows.append(Row("layer input", (b, n, width)))
     rows += _attention(spec, step, size, kv_size)
-    ffn = (b, n, spec.ffn_width)
-    for name in ("gate", "up") if spec.mlp == "gated" else ("up",):
-        rows.append(linear(name, width, spec.ffn_width, step.rows, ffn, spec.layers))
-    rows.append(linear("down", spec.ffn_width, width, step.rows, (b, n, width), spec.layers))
+    mixtures = sum(spec.has_experts(layer) for layer in range(spec.layers))
+    rows += _experts(spec, step, size, mixtures) if mixtures else ()
+    ffn, dense = (b, n, spec.ffn_width), spec.layers - mixtures
+    if dense:
+        for name in ("gate", "up") if spec.mlp == "gated" else ("up",):
+            rows.append(linear(name, width, spec.ffn_width, step.rows, ffn, dense))
+        rows.append(linear("down", spec.ffn_width, width, step.rows, (b, n, width), dense))
     rows.append(Row("layer output", (b, n, width)))
     last = (b, 1, width)
     if spec.out_width:
@@ -205,6 +211,21 @@ def _attention(spec: ModelSpec, step: Step, size: int, kv_size: int) -> Iterable
         yield Row(f"weighted sum{suffix}", query, times, product, cache_bytes=read)
     flops, weights = linear_cost(step.rows, spec.heads * d, spec.width, size)
     yield Row("attention output", (b, n, spec.width), layers, flops, weights)
+
+
+def _experts(spec: ModelSpec, step: Step, size: int, times: int) -> Iterable[Row]:
+    """Router and experts, of one layer each; a result of an expert's row stands `active_experts` times in the shape."""
+    b, n, active = step.batch, step.tokens, spec.active_experts
+    read = min(spec.experts, step.rows * active)
+    flops, weights = linear_cost(step.rows, spec.width, spec.experts, size)
+    yield Row("router", (b, n, spec.experts), times, flops, weights)
+    for name, inputs, outputs in (
+        ("expert gate", spec.width, spec.expert_width),
+        ("expert up", spec.width, spec.expert_width),
+        ("expert down", spec.expert_width, spec.width),
+    ):
+        flops, weights = linear_cost(step.rows * active, inputs, outputs, size)
+        yield Row(name, (b, n, active, outputs), times, flops, weights * read)
 
 
 def _visible(spec: ModelSpec, step: Step) -> dict[int, int]:

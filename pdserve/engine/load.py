@@ -29,7 +29,7 @@ def load_model(path: str | Path, dtype: str, device: str = "cpu", files: Checkpo
 
     Args:
         path: a Hugging Face directory, a .gguf file, or a ModelSpec checkpoint file.
-        dtype: of the weights in memory: fp32 | bf16 | fp16 | float64.
+        dtype: of the weights in memory: fp32 | bf16 | fp16 | float64; auto: the checkpoint's own (stored.own_dtype).
         device: where the tensors go.
         files: how content digests are kept; None: beside the files (checkpoint_files.py).
 
@@ -40,7 +40,8 @@ def load_model(path: str | Path, dtype: str, device: str = "cpu", files: Checkpo
         ConfigError: for an unknown dtype.
     """
     path, files = Path(path), files or CheckpointFiles()
-    torch_dtype(dtype)
+    if dtype != "auto":
+        torch_dtype(dtype)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", field="path", reason="MISSING_FILE", remedy="check the path")
     model = _loader(path)(path, dtype, device, files)

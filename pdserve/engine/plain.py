@@ -6,17 +6,20 @@ the cache), `attend`, `output`; at the end `logits`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pdserve.engine import attention, deterministic
+from pdserve.engine.adapters import Add
 from pdserve.engine.batch import Batch, Group
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import wide
 from pdserve.engine.model import Decoder
-from pdserve.engine.positions import RotaryTable
+from pdserve.engine.positions import RotaryTable, alibi_slopes
 
 
 class StepWork(Protocol):
@@ -38,13 +41,16 @@ class StepWork(Protocol):
 class PlainPath:
     """Makes the steps of one engine in torch. In deterministic mode row-wise functions run in fixed tiles."""
 
-    def __init__(self, decoder: Decoder, cache: PagedCache, rotary: RotaryTable | None) -> None:
-        self.decoder, self.cache, self.rotary = decoder, cache, rotary
+    def __init__(self, decoder: Decoder, cache: PagedCache, rotary: Sequence[RotaryTable | None]) -> None:
+        """rotary: per layer; None: it rotates nothing."""
+        self.decoder, self.cache, self.tables = decoder, cache, tuple(rotary)
+        self.rotary = self.tables[0]  # of models whose layers all have one
+        self.slopes = alibi_slopes(decoder.spec, str(decoder.embedding.device))
         self.deterministic = decoder.tiled
 
     def begin(self, batch: Batch, keep: bool) -> StepWork:
         """keep: no tensor that a part returns is ever written over."""
-        return _PlainStep(self, batch, *self.rotation(batch.positions))
+        return _PlainStep(self, batch)
 
     def embed(self, batch: Batch) -> Tensor:
         """The residual stream before the first layer, [T, width]."""
@@ -58,16 +64,16 @@ class PlainPath:
         """Applies a row-wise function: at once, or in fixed tiles in deterministic mode."""
         return deterministic.in_tiles(function, *rows) if self.deterministic else function(*rows)
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(self, table: RotaryTable | None, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, 1, dims]; dims 0: no rotation."""
-        if self.rotary is not None:
-            return self.rotary.rows(positions)
+        if table is not None:
+            return table.rows(positions)
         embedding = self.decoder.embedding
         none = torch.empty(positions.shape[0], 1, 0, dtype=embedding.dtype, device=embedding.device)
         return none, none
 
     def check_deterministic(self) -> None:
-        """Proves row independence on the first layer and the head: later layers have the same shapes.
+        """Proves row independence on the head and one layer of each kind: others have the same shapes.
 
         Raises Internal if it does not hold on this build of torch.
         """
@@ -80,28 +86,38 @@ class PlainPath:
 
         with torch.inference_mode():
             places = torch.arange(deterministic.ROWS, device=weights.device)
-            cos, sin = self.rotation(places % self.cache.capacity)
             x, o = sample(spec.width), sample(spec.heads, spec.head_dim)
-            deterministic.check_rows("attention inputs", lambda *r: decoder.attention_inputs(0, *r), x, cos, sin)
-            deterministic.check_rows("attention output", lambda *r: (decoder.attention_output(0, *r),), x, o)
+            for layer in {self.tables[layer]: layer for layer in range(spec.layers)}.values():
+                cos, sin = self.rotation(self.tables[layer], places % self.cache.capacity)
+                inputs = partial(decoder.attention_inputs, layer)
+                deterministic.check_rows("attention inputs", inputs, x, cos, sin)
+            for layer in {spec.has_experts(layer): layer for layer in range(spec.layers)}.values():
+                output = partial(decoder.attention_output, layer)
+                deterministic.check_rows("attention output", lambda *r, output=output: (output(*r),), x, o)
             deterministic.check_rows("logits", lambda r: (decoder.logits(r),), x)
             keys = torch.randn(2, spec.kv_heads, 100, spec.head_dim, generator=generator, dtype=wide(weights.dtype))
             k, v = keys.to(weights.device)
             deterministic.check_rows(
                 "attention",
-                lambda q, e: (deterministic.attend(q, k, v, e * 0, e, spec.scale, 0.0),),
+                lambda q, e: (deterministic.attend(q, k, v, e * 0, e, spec.scale, spec.soft_cap, self.slopes),),
                 o.to(k.dtype),
                 places * 6 + 1,
             )
 
 
 class _PlainStep:
-    def __init__(self, path: PlainPath, batch: Batch, cos: Tensor, sin: Tensor) -> None:
-        self._path, self._batch, self._cos, self._sin = path, batch, cos, sin
+    def __init__(self, path: PlainPath, batch: Batch) -> None:
+        self._path, self._batch = path, batch
+        self._rotations = {table: path.rotation(table, batch.positions) for table in set(path.tables)}
         self._decoder, self._cache = path.decoder, path.cache
+        self._adapters = batch.adapters
+        self._which = () if batch.adapters is None else (batch.adapters.which,)
 
     def inputs(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self._path.rows(lambda *rows: self._decoder.attention_inputs(layer, *rows), x, self._cos, self._sin)
+        def inputs(x: Tensor, cos: Tensor, sin: Tensor, *which: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self._decoder.attention_inputs(layer, x, cos, sin, self._add(layer, *which))
+
+        q, k, v = self._path.rows(inputs, x, *self._rotations[self._path.tables[layer]], *self._which)
         self._cache.write(layer, self._batch.slots, k, v)
         return q, k, v
 
@@ -114,16 +130,23 @@ class _PlainStep:
                 parts.append(self._attend_fixed(q[rows], k, v, read.first[rows], read.end[rows]))
             elif group.decode:
                 k, v = k.to(q.dtype), v.to(q.dtype)
-                bias = read.bias(number, group, q.dtype, k.shape[2])
+                bias = read.bias(number, group, q.dtype, k.shape[2], self._path.slopes)
                 parts.append(attention.decode(q[rows], k, v, bias, spec.scale, spec.soft_cap))
             else:
                 k, v = k[:, 0, : group.keys].to(q.dtype), v[:, 0, : group.keys].to(q.dtype)
                 blocks = read.blocks(number, group, q.dtype)
-                parts.append(attention.prefill(q[rows], k, v, blocks, spec.scale, spec.soft_cap))
+                parts.append(attention.prefill(q[rows], k, v, blocks, spec.scale, spec.soft_cap, self._path.slopes))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def output(self, layer: int, x: Tensor, o: Tensor) -> Tensor:
-        return self._path.rows(lambda *rows: (self._decoder.attention_output(layer, *rows),), x, o)[0]
+        def output(x: Tensor, o: Tensor, *which: Tensor) -> tuple[Tensor]:
+            return (self._decoder.attention_output(layer, x, o, self._add(layer, *which)),)
+
+        return self._path.rows(output, x, o, *self._which)[0]
+
+    def _add(self, layer: int, *which: Tensor) -> Add | None:
+        """What the adapters of these rows add to the layer's products."""
+        return self._adapters.at(layer, *which) if self._adapters is not None else None
 
     def _attend_fixed(self, q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor) -> Tensor:
         """Deterministic mode: one sequence after the other, in fp32 or float64."""
@@ -135,7 +158,7 @@ class _PlainStep:
             rows = slice(b * per, (b + 1) * per)
             keys, values = k[:, b].to(accurate), v[:, b].to(accurate)
             out = deterministic.attend(
-                q[rows].to(accurate), keys, values, first[rows], end[rows], spec.scale, spec.soft_cap
+                q[rows].to(accurate), keys, values, first[rows], end[rows], spec.scale, spec.soft_cap, self._path.slopes
             )
             outputs.append(out.to(q.dtype))
         return torch.cat(outputs)
@@ -159,12 +182,19 @@ class Reads:
             self._blocks[number] = attention.query_blocks(self.first[rows], self.end[rows], dtype)
         return self._blocks[number]
 
-    def bias(self, number: int, group: Group, dtype: torch.dtype, keys: int) -> Tensor:
-        """[B, 1, keys] of a decode group: 0 where the sequence's one query sees the key, else -inf."""
+    def bias(self, number: int, group: Group, dtype: torch.dtype, keys: int, slopes: Tensor | None = None) -> Tensor:
+        """[B, 1, keys] of a decode group: 0 where the sequence's one query sees the key, else -inf.
+
+        With ALiBi slopes [Hkv, group] a query head's slope times the key's distance is added: [Hkv, B, group, keys].
+        """
         made = self._biases.get(number)
         if made is None:
             rows = slice(group.first_row, group.end_row)
             visible = attention.visible_keys(self.first[rows], self.end[rows], keys)
             made = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -torch.inf)
-            self._biases[number] = made = made[:, None]
+            made = made[:, None]
+            if slopes is not None:
+                distance = torch.arange(keys, device=made.device) - (self.end[rows, None] - 1)  # [B, keys]
+                made = made + attention.alibi(slopes, distance, dtype).transpose(1, 2)
+            self._biases[number] = made
         return made

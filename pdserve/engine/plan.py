@@ -17,8 +17,8 @@ class EngineConfig:
     """How an engine computes and stores. Part of it becomes the worker's contract."""
 
     dtype: str = "fp32"
-    """Of weights and activations: fp32, bf16, fp16 or float64. bf16 is about twice as fast on a CPU
-    with bf16 instructions, and rounds logits so coarsely that near ties are decided by it."""
+    """Of weights and activations: fp32, bf16, fp16, float64, or auto: the checkpoint's own. bf16 is about twice as fast
+    on a CPU with bf16 instructions, and rounds logits so coarsely that near ties are decided by it."""
 
     kv_dtype: str = ""
     """Of the KV cache; empty: the same as `dtype`."""
@@ -66,6 +66,7 @@ class Chunk:
     start: int
     pages: tuple[int, ...]
     logits: LogitsWanted = "last"
+    adapter: bytes | None = None  # digest of what all its tokens are computed with; None: the base model
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Rotary position tables, and which position schemes this engine can run.
+"""Rotary position tables, ALiBi slopes, and which position schemes this engine can run.
 
 A table row holds cos and sin of position * frequency for each rotary pair (i, i + dims/2):
 cos as [cos, cos], sin as [-sin, sin], so that rotating is x * cos + swap(x) * sin where
 swap exchanges the two halves (RoFormer, equation 34, in the "half" pairing).
+
+How a scaling changes the frequencies is in rope_scaling.py.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from torch import Tensor
 
 from cache_transfer.contract import PositionScheme
 from pdserve.engine.dtypes import wide
+from pdserve.engine.rope_scaling import attention_factor, check_scaling, frequencies
+from pdserve.engine.spec import ModelSpec
 from pdserve.errors import CheckpointError
 
 # Rows are made in blocks of one fixed size, so that a row's bits do not depend on how long
 # the whole table is (vectorised and scalar cosines may differ in the last bit).
 _BLOCK = 256
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 class RotaryTable:
@@ -27,17 +30,28 @@ class RotaryTable:
 
     def __init__(self, scheme: PositionScheme, rows: int, dtype: torch.dtype, device: str = "cpu") -> None:
         inverse = frequencies(scheme, wide(dtype))  # [dims / 2]
+        factor = attention_factor(scheme)
         cos, sin = [], []
         for first in range(0, rows, _BLOCK):
             angles = torch.arange(first, first + _BLOCK, dtype=inverse.dtype)[:, None] * inverse
-            cos.append(torch.cat([angles.cos(), angles.cos()], -1).to(dtype))
-            sin.append(torch.cat([-angles.sin(), angles.sin()], -1).to(dtype))
+            cos.append((torch.cat([angles.cos(), angles.cos()], -1) * factor).to(dtype))
+            sin.append((torch.cat([-angles.sin(), angles.sin()], -1) * factor).to(dtype))
         self.cos = torch.cat(cos).to(device)
         self.sin = torch.cat(sin).to(device)
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, 1, dims], ready to broadcast over heads."""
         return self.cos[positions][:, None], self.sin[positions][:, None]
+
+
+def rotary_tables(spec: ModelSpec, rows: int, dtype: torch.dtype, device: str) -> tuple[RotaryTable | None, ...]:
+    """One per layer, shared by layers of one scheme; None: the layer rotates nothing."""
+    made: dict[PositionScheme, RotaryTable | None] = {}
+    for layer in range(spec.layers):
+        scheme = spec.positions_of(layer)
+        if scheme not in made:
+            made[scheme] = RotaryTable(scheme, rows, dtype, device) if scheme.kind == "rope" else None
+    return tuple(made[spec.positions_of(layer)] for layer in range(spec.layers))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -48,36 +62,41 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(dims // 2, -1), sin)
 
 
-def frequencies(scheme: PositionScheme, dtype: torch.dtype) -> Tensor:
-    """Angle per position of each rotary pair, [dims / 2]."""
-    exponents = torch.arange(0, scheme.dims, 2, dtype=dtype) / scheme.dims
-    inverse: Tensor = 1.0 / (scheme.theta**exponents)
-    if scheme.scaling == "llama3":
-        return _llama3(inverse, dict(scheme.scaling_parameters), scheme.original_max_positions)
-    return inverse
+def alibi_slopes(spec: ModelSpec, device: str = "cpu") -> Tensor | None:
+    """[Hkv, group] in float64: the slope of each query head; None without ALiBi.
 
-
-def _llama3(inverse: Tensor, parameters: dict[str, float], original: int) -> Tensor:
-    """Llama 3.1: slow rotations are divided by `factor`, fast ones kept, a linear blend between.
-
-    A rotation is slow when fewer than `low_freq_factor` of its turns fit into the original
-    context, and fast when more than `high_freq_factor` do.
+    The paper's: 2^(-8/n), its square, and so on for n heads; for an n that is no power of two those of the next
+    lower power, then every other one of the next higher.
     """
-    factor, low, high = (parameters[key] for key in _LLAMA3_KEYS)
-    wavelength = 2 * math.pi / inverse
-    share = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-    blended = (1 - share) * inverse / factor + share * inverse
-    return torch.where(share == 0, inverse / factor, torch.where(share == 1, inverse, blended))
+    if spec.positions.kind != "alibi":
+        return None
+    lower = 2 ** int(math.log2(spec.heads))
+    slopes = [2 ** (-8 * (i + 1) / lower) for i in range(lower)]
+    slopes += [2 ** (-8 * (2 * i + 1) / (2 * lower)) for i in range(spec.heads - lower)]
+    return torch.tensor(slopes, dtype=torch.float64, device=device).view(spec.kv_heads, -1)
 
 
-def check_scheme(scheme: PositionScheme, head_dim: int) -> None:
+def check_schemes(spec: ModelSpec) -> None:
     """Raises CheckpointError naming the position option that this engine cannot run."""
-    if scheme.kind not in ("rope", "learned", "none"):
-        raise _unsupported("positions.kind", scheme.kind, "rope, learned or none")
+    check_scheme(spec.positions, spec.head_dim, ("rope", "learned", "alibi", "none"))
+    if spec.layer_positions and len(spec.layer_positions) != spec.layers:
+        raise _unsupported("layer_positions", len(spec.layer_positions), f"one scheme for each of {spec.layers} layers")
+    for scheme in dict.fromkeys(spec.layer_positions):
+        check_scheme(scheme, spec.head_dim, ("rope", "none"))
+    if spec.layer_positions and spec.positions.kind != "rope":
+        raise _unsupported("layer_positions", spec.positions.kind, "layers of their own beside rope only")
+    if spec.positions.scaling == "dynamic" and spec.context_limit > spec.positions.original_max_positions:
+        limit = spec.positions.original_max_positions
+        raise _unsupported("context_limit", spec.context_limit, f"dynamic scaling within its {limit} positions")
+    if spec.positions.kind == "alibi" and spec.positions.dims != spec.heads:
+        raise _unsupported("positions.dims", spec.positions.dims, f"a slope for each of {spec.heads} heads")
+
+
+def check_scheme(scheme: PositionScheme, head_dim: int, kinds: tuple[str, ...]) -> None:
+    if scheme.kind not in kinds:
+        raise _unsupported("positions.kind", scheme.kind, ", ".join(kinds))
     if scheme.kind != "rope":
         return
-    if scheme.scaling not in ("none", "llama3"):
-        raise _unsupported("positions.scaling", scheme.scaling, "none or llama3")
     if scheme.interleaved:
         raise _unsupported("positions.interleaved", True, "rows of q and k reordered to half pairing by the loader")
     if not scheme.keys_cached_rotated:
@@ -86,11 +105,7 @@ def check_scheme(scheme: PositionScheme, head_dim: int) -> None:
         raise _unsupported("positions.dims", scheme.dims, f"an even number from 2 to the head dim {head_dim}")
     if not (math.isfinite(scheme.theta) and scheme.theta > 0):
         raise _unsupported("positions.theta", scheme.theta, "a positive number")
-    if scheme.scaling == "llama3":
-        names = {name for name, _ in scheme.scaling_parameters}
-        if names != set(_LLAMA3_KEYS) or scheme.original_max_positions < 1:
-            found = f"{sorted(names)} with {scheme.original_max_positions} original positions"
-            raise _unsupported("positions.scaling_parameters", found, f"exactly {', '.join(_LLAMA3_KEYS)}")
+    check_scaling(scheme)
 
 
 def _unsupported(field: str, value: object, expected: str) -> CheckpointError:

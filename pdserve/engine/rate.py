@@ -71,6 +71,10 @@ class StepCost:
         steps = -(-tokens // chunk_tokens)
         return self.predict([(start, tokens)]) + (steps - 1) * self.fixed_s if tokens else 0.0
 
+    def full_token_s(self, chunk_tokens: int) -> float:
+        """Seconds of a token in a full step, its part of the fixed cost included, without the pairs."""
+        return self.token_s + self.fixed_s / chunk_tokens
+
     def tokens_per_s(self, chunk_tokens: int) -> float:
         """Rate of a full step at the beginning of a prompt; 0 while nothing is known."""
         seconds = self.predict([(0, chunk_tokens)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 
 from cache_transfer.contract import AttentionScheme, CachePlane, PositionScheme
 
@@ -11,9 +11,14 @@ from cache_transfer.contract import AttentionScheme, CachePlane, PositionScheme
 class ModelSpec:
     """Everything `model.py` needs to run a decoder, and nothing about how it is stored.
 
-    Widths are scalars per token. The block order of a pre-norm layer is
-    x + attention(norm(x)), then x + mlp(norm(x)); of a post-norm layer
-    norm(x + attention(x)), then norm(x + mlp(x)).
+    Widths are scalars per token. `norm_order` says where a layer's norms stand; `f` is attention, then the MLP:
+
+        pre        x + f(norm(x))
+        post       norm(x + f(x))
+        branch     x + norm(f(x))
+        sandwich   x + norm(f(norm(x)))
+
+    `parallel` lets both read the layer's input: x + attention(norm(x)) + mlp(other norm(x)).
     """
 
     vocab_size: int
@@ -29,7 +34,7 @@ class ModelSpec:
     norm_eps: float = 1e-5
     norm_scale: bool = True  # learned scale
     norm_shift: bool = False  # learned shift (layer norm)
-    norm_order: str = "pre"  # pre | post
+    norm_order: str = "pre"  # pre | post | branch | sandwich
     final_norm: bool = True
     mlp: str = "gated"  # gated | plain
     activation: str = "silu"  # silu | gelu | gelu_tanh | relu
@@ -43,10 +48,25 @@ class ModelSpec:
     out_width: int = 0  # 0: width; else an output projection width -> out_width before the head
     projection_bias: bool = False  # of the input and output projections
     attention_scale: float = 0.0  # 0: head_dim ** -0.5
-    sliding_window: tuple[int, ...] = field(default=())  # per layer, tokens seen; 0 or (): all
+    sliding_window: tuple[int, ...] = ()  # per layer, tokens seen; 0 or (): all
     soft_cap: float = 0.0  # of attention scores; 0: none
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    # Fields from here on change nothing at their defaults.
+    layer_positions: tuple[PositionScheme, ...] = ()  # per layer, where layers differ; (): `positions` everywhere
+    parallel: bool = False  # attention and MLP read the same x; of norm_order pre
+    norm_offset: float = 0.0  # added to every learned RMS scale
+    qk_norm_whole: bool = False  # the q/k norm is over all heads together
+    embed_norm: bool = False  # a norm after the embedding
+    embed_scale: float = 1.0  # factor on the embedding
+    residual_scale: float = 1.0  # factor on what attention and MLP add
+    logit_scale: float = 1.0  # factor on the logits
+    logit_soft_cap: float = 0.0  # of the logits; 0: none
+    experts: int = 0  # MLPs of each layer; 0: one, without a router
+    active_experts: int = 0  # that each token takes
+    expert_width: int = 0  # inner width of one expert
+    norm_experts: bool = False  # the weights of the experts taken are scaled to add up to 1
+    dense_layers: tuple[int, ...] = ()  # layers with one MLP of ffn_width all the same
 
     @property
     def scale(self) -> float:
@@ -55,6 +75,16 @@ class ModelSpec:
     def window(self, layer: int) -> int:
         """Tokens a query of this layer sees, itself included; 0: all."""
         return self.sliding_window[layer] if self.sliding_window else 0
+
+    def positions_of(self, layer: int) -> PositionScheme:
+        return self.layer_positions[layer] if self.layer_positions else self.positions
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer not in self.dense_layers
+
+    def unusual(self) -> dict[str, object]:
+        """Field -> value of everything that is not at its default; fields without one included."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def attention_scheme(self) -> AttentionScheme:
         windows = tuple(self.window(layer) for layer in range(self.layers))

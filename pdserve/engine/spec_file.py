@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdserve.engine.checkpoint import read_spec_checkpoint, spec_from_json
-from pdserve.engine.gguf_file import read_gguf, spec_from_metadata
+from pdserve.engine.gguf_file import read_gguf
+from pdserve.engine.gguf_spec import spec_from_metadata
 from pdserve.engine.hf import read_json
 from pdserve.engine.hf_config import find_family, spec_from_config
 from pdserve.engine.spec import ModelSpec

@@ -12,6 +12,7 @@ not the file's. One tensor is converted at a time, so the peak is the weights pl
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,11 +48,21 @@ class StoredTensor(Protocol):
 class Source:
     """Where one canonical tensor comes from."""
 
-    name: str  # stored tensor
+    name: str  # stored tensor; with {expert}: `stack` of them
     transposed: bool = False  # stored as [inputs, outputs]
-    part: int = 0  # which of `parts` equal parts of the outputs
-    parts: int = 1
+    # The stored rows are `groups` runs of `of` rows each, of which rows [start, start + rows) are ours; of 0: all are.
+    groups: int = 1
+    start: int = 0
+    rows: int = 0
+    of: int = 0
     paired_heads: int = 0  # rows of this many heads hold rotary neighbours (2i, 2i+1); 0: halves already
+    stack: int = 0  # tensors that are stacked along a new first axis; 0: one, as it is
+    add: float = 0.0  # to every value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stored tensors."""
+        return tuple(self.name.format(expert=i) for i in range(self.stack)) if self.stack else (self.name,)
 
 
 @dataclass(frozen=True)
@@ -59,30 +70,71 @@ class Naming:
     """How a format names the canonical modules of weights.py."""
 
     layer: str  # prefix of a layer's tensors, with {layer}
-    modules: Mapping[str, str]  # canonical module -> stored module
+    modules: Mapping[str, str]  # canonical module -> stored module; with {expert} where each has a tensor of its own
     transposed: frozenset[str] = frozenset()  # canonical modules stored as [inputs, outputs]
-    fused: Mapping[str, int] = field(default_factory=dict)  # canonical module -> its part of a fused q, k, v
+    fused: tuple[tuple[str, ...], ...] = ()  # canonical modules that lie one after the other in one stored module
+    per_head: bool = False  # what is fused alternates head by head
+    skipped: Mapping[str, int] = field(default_factory=dict)  # canonical module -> leading rows that nothing reads
     paired: frozenset[str] = frozenset()  # canonical modules whose rotary pairs are neighbours
+    add_to_scales: float = 0.0  # what the stored scales of norms lack
     harmless: tuple[str, ...] = ()  # patterns of stored buffers that carry no weights
 
     def sources(self, spec: ModelSpec, strip: str = "") -> dict[str, Source]:
         """Canonical name -> source; `strip` is a prefix that this file's names lack."""
-        return {name: self._source(name, spec, strip) for name in expected_tensors(spec)}
+        shapes = expected_tensors(spec)
+        return {name: self._source(name, spec, shapes, strip) for name in shapes}
 
-    def _source(self, name: str, spec: ModelSpec, strip: str) -> Source:
+    def _source(self, name: str, spec: ModelSpec, shapes: Mapping[str, Shape], strip: str) -> Source:
         parts = name.split(".")
         layer = self.layer.format(layer=parts[1]) if parts[0] == "layers" else ""
         module = parts[2] if layer else parts[0]
         if module not in self.modules:
             raise CheckpointError(f"this format has no place for tensor {name}", field=name)
         suffix = "bias" if parts[-1] in ("bias", "shift") else "weight"
+        stored = f"{layer}{self.modules[module]}.{suffix}".removeprefix(strip)
         return Source(
-            f"{layer}{self.modules[module]}.{suffix}".removeprefix(strip),
+            stored,
             transposed=module in self.transposed and suffix == "weight",
-            part=self.fused.get(module, 0),
-            parts=3 if module in self.fused else 1,
+            **self._rows(name, module, spec, shapes),
             paired_heads=(spec.heads if module == "q" else spec.kv_heads) if module in self.paired else 0,
+            stack=spec.experts if "{expert}" in stored else 0,
+            add=self.add_to_scales if parts[-1] == "scale" else 0.0,
         )
+
+    def _rows(self, name: str, module: str, spec: ModelSpec, shapes: Mapping[str, Shape]) -> dict[str, int]:
+        """Which rows of the stored tensor are those of `name`: Source's groups, start, rows and of."""
+        if module in self.skipped:
+            start, rows = self.skipped[module], shapes[name][0]
+            return {"start": start, "rows": rows, "of": start + rows}
+        for together in self.fused:
+            if module in together:
+                at, groups = together.index(module), spec.heads if self.per_head else 1
+                sizes = [shapes[name.replace(f".{module}.", f".{other}.")][0] // groups for other in together]
+                return {"groups": groups, "start": sum(sizes[:at]), "rows": sizes[at], "of": sum(sizes)}
+        return {}
+
+
+_SAID = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "float64"}
+_STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "float64"}
+
+
+def own_dtype(stored: Mapping[str, StoredTensor], said: object = None) -> str:
+    """A checkpoint's own precision: what its configuration says, else what most of its matrices have.
+
+    fp32 for quantised matrices: nothing is lost. Raises CheckpointError for a precision that we do not compute in.
+    """
+    if said is not None:
+        name = str(said).removeprefix("torch.")
+        if name not in _SAID:
+            raise CheckpointError(
+                f"the configuration says dtype {said}",
+                field="dtype",
+                reason="UNSUPPORTED_DTYPE",
+                remedy=f"give one of {', '.join(_SAID.values())} instead of auto",
+            )
+        return _SAID[name]
+    kinds = Counter(tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1)
+    return _STORED.get(kinds.most_common(1)[0][0], "fp32") if kinds else "fp32"
 
 
 def assemble(
@@ -103,21 +155,25 @@ def assemble(
     tensors: dict[str, Tensor] = {}
     for name, shape in expected_tensors(spec).items():
         source = sources[name]
-        tensor = stored[source.name]
-        if _canonical_shape(tensor.shape, source) != shape:
-            raise CheckpointError(
-                f"tensor {source.name} is {list(tensor.shape)}, which does not make {name} {list(shape)}",
-                field=source.name,
-                reason="TENSOR_SHAPE",
-                remedy="the configuration and the weights are not of one model",
-            )
-        tensors[name] = _own(_arrange(tensor.read(target), source), target, device, source.name)
+        own = torch.empty(shape, dtype=target, device=device)
+        for place, part in enumerate(source.names):
+            tensor = stored[part]
+            if _canonical_shape(tensor.shape, source) != (shape[1:] if source.stack else shape):
+                raise CheckpointError(
+                    f"tensor {part} is {list(tensor.shape)}, which does not make {name} {list(shape)}",
+                    field=part,
+                    reason="TENSOR_SHAPE",
+                    remedy="the configuration and the weights are not of one model",
+                )
+            values = tensor.read(torch.float32 if source.add else target)  # one rounding only
+            _fill(own[place] if source.stack else own, arrange(values, source), source.add, part)
+        tensors[name] = own
     check_tensors(spec, tensors)
     return tensors
 
 
 def _account(sources: Mapping[str, Source], stored: Mapping[str, StoredTensor], harmless: Sequence[str]) -> None:
-    used = {source.name for source in sources.values()}
+    used = {name for source in sources.values() for name in source.names}
     for name in sorted(used):
         if name not in stored:
             raise CheckpointError(
@@ -137,18 +193,22 @@ def _account(sources: Mapping[str, Source], stored: Mapping[str, StoredTensor], 
 
 
 def _canonical_shape(shape: Shape, source: Source) -> Shape:
+    """() if it is not of as many rows as the source says."""
     if source.transposed:
         shape = shape[::-1]
-    if not shape or shape[0] % source.parts:
-        return ()
-    return (shape[0] // source.parts, *shape[1:])
+    if not source.of:
+        return shape
+    return (source.groups * source.rows, *shape[1:]) if shape[:1] == (source.groups * source.of,) else ()
 
 
-def _arrange(tensor: Tensor, source: Source) -> Tensor:
+def arrange(tensor: Tensor, source: Source) -> Tensor:
+    """A stored matrix, or anything with its rows, as the canonical one; only `transposed` touches columns."""
     if source.transposed:
         tensor = tensor.T
-    if source.parts > 1:
-        tensor = tensor.chunk(source.parts)[source.part]
+    if source.of:
+        # [groups, of, ...] -> [groups * rows, ...]
+        grouped = tensor.reshape(source.groups, source.of, *tensor.shape[1:])
+        tensor = grouped[:, source.start : source.start + source.rows].reshape(-1, *tensor.shape[1:])
     if source.paired_heads:
         # [heads, pairs, 2, ...] -> [heads, 2, pairs, ...]: row 2i of a head moves to i, row 2i+1 to i + dims/2
         pairs = tensor.shape[0] // source.paired_heads // 2
@@ -157,14 +217,12 @@ def _arrange(tensor: Tensor, source: Source) -> Tensor:
     return tensor
 
 
-def _own(values: Tensor, dtype: torch.dtype, device: str, name: str) -> Tensor:
-    own = torch.empty(values.shape, dtype=dtype, device=device)
-    own.copy_(values)
-    if dtype == torch.float16 and not bool(torch.isfinite(own).all()):
+def _fill(own: Tensor, values: Tensor, add: float, name: str) -> None:
+    own.copy_(values + add if add else values)
+    if own.dtype == torch.float16 and not bool(torch.isfinite(own).all()):
         raise CheckpointError(
             f"tensor {name} has values outside fp16",
             field=name,
             reason="OUT_OF_RANGE",
             remedy="load it as bf16 or fp32",
         )
-    return own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pdserve.engine.model import check_spec as check_runnable
+from pdserve.engine.runnable import check_spec as check_runnable
 from pdserve.engine.spec import ModelSpec
 from pdserve.errors import CheckpointError
 

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+# Which of a layer's norms each order has.
+NORMS: Mapping[str, tuple[str, ...]] = {
+    "pre": ("attn_norm", "mlp_norm"),
+    "post": ("attn_norm", "mlp_norm"),
+    "branch": ("attn_out_norm", "mlp_out_norm"),
+    "sandwich": ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm"),
+}
+
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Name -> shape of every tensor that a model of this spec needs."""
@@ -24,10 +32,12 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"embed": (spec.vocab_size, embed_width)}
     if spec.positions.kind == "learned":
         shapes["pos"] = (spec.positions.dims, spec.width)
+    if spec.embed_norm:
+        _norm(shapes, "embed_norm", spec.width, spec)
     if spec.embed_width:
         _linear(shapes, "in_proj", spec.width, embed_width, spec.projection_bias)
     for layer in range(spec.layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_tensors(spec).items()}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_tensors(spec, layer).items()}
     if spec.final_norm:
         _norm(shapes, "final_norm", spec.width, spec)
     if spec.out_width:
@@ -55,22 +65,38 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"tensor {unknown[0]} belongs to no part of the model", field=unknown[0])
 
 
-def _layer_tensors(spec: ModelSpec) -> dict[str, Shape]:
+def _layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     shapes: dict[str, Shape] = {}
-    _norm(shapes, "attn_norm", spec.width, spec)
+    for name in NORMS.get(spec.norm_order, ()):
+        _norm(shapes, name, spec.width, spec)
     _linear(shapes, "q", q, spec.width, spec.qkv_bias)
     _linear(shapes, "k", kv, spec.width, spec.qkv_bias)
     _linear(shapes, "v", kv, spec.width, spec.qkv_bias)
     if spec.qk_norm:
-        shapes |= {"q_norm.scale": (spec.head_dim,), "k_norm.scale": (spec.head_dim,)}
+        whole = spec.qk_norm_whole
+        shapes |= {"q_norm.scale": (q if whole else spec.head_dim,), "k_norm.scale": (kv if whole else spec.head_dim,)}
     _linear(shapes, "o", spec.width, q, spec.attn_out_bias)
-    _norm(shapes, "mlp_norm", spec.width, spec)
+    return shapes | (_expert_tensors(spec) if spec.has_experts(layer) else _mlp_tensors(spec))
+
+
+def _mlp_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
     if spec.mlp == "gated":
         _linear(shapes, "gate", spec.ffn_width, spec.width, spec.mlp_bias)
     _linear(shapes, "up", spec.ffn_width, spec.width, spec.mlp_bias)
     _linear(shapes, "down", spec.width, spec.ffn_width, spec.mlp_bias)
     return shapes
+
+
+def _expert_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """The experts of a layer are stacked: [experts, outputs, inputs]."""
+    return {
+        "router.weight": (spec.experts, spec.width),
+        "expert_gate.weight": (spec.experts, spec.expert_width, spec.width),
+        "expert_up.weight": (spec.experts, spec.expert_width, spec.width),
+        "expert_down.weight": (spec.experts, spec.width, spec.expert_width),
+    }
 
 
 def _linear(shapes: dict[str, Shape], name: str, outputs: int, inputs: int, bias: bool) -> None:

@@ -54,6 +54,10 @@ class Accounts:
     fault: str = ""
     preemptions: int = 0  # since the start
     recomputed_tokens: int = 0  # since the start
+    handoffs: int = 0  # caches that arrived whole; this and what follows: since the start, at decode workers
+    forks: int = 0  # outputs that began on the cache of a prompt they share
+    shared_pages: int = 0  # these, counted for each
+    copied_pages: int = 0  # of these, copied because one of several was to write there
 
 
 def take_stock(books: Books, stakes: Iterable[Stake], now: float) -> Accounts:

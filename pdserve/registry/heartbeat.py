@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 
 from pdserve.errors import NotFound, PdserveError
-from pdserve.registry.records import Registry, WorkerRecord
+from pdserve.registry.records import NamedAdapter, Registry, WorkerRecord
 from pdserve.registry.settings import RegistrySettings
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Heartbeat:
         self._settings = settings or RegistrySettings()
         self._on_warning = on_warning
         self._record: WorkerRecord | None = None  # as first registered; its identity never changes
+        self._adapters: tuple[NamedAdapter, ...] = ()  # as last registered
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._stopping = False
@@ -51,6 +52,7 @@ class Heartbeat:
         """Registers once, then renews in the background. Raises what the first registration raises."""
         self._record = self._record_factory()
         await self._registry.register(self._record)
+        self._adapters = self._record.adapters
         self._task = asyncio.create_task(self._run(), name="registry heartbeat")
 
     async def renew(self) -> None:
@@ -100,11 +102,18 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         record = self._record_factory()
+        if record.adapters != self._adapters:  # the one thing that changes and no heartbeat carries
+            await self._register(record)
+            return
         try:
             await self._registry.heartbeat(record.worker_id, record.incarnation, record.state, record.load)
         except NotFound:
             log.info("%s was forgotten by the registry and registers again", record.worker_id)
-            await self._registry.register(record)
+            await self._register(record)
+
+    async def _register(self, record: WorkerRecord) -> None:
+        await self._registry.register(record, again=True)
+        self._adapters = record.adapters
 
     def _warn(self, text: str) -> None:
         was, self.warning = self.warning, text

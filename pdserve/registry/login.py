@@ -32,7 +32,7 @@ def redis_url(url: str, settings: RegistrySettings, environment: Mapping[str, st
             field="registry.url",
             remedy="write the URL as redis://HOST:PORT/DATABASE",
         )
-    if files and parts.scheme != "rediss":
+    if files and not parts.scheme.startswith("rediss"):
         raise ConfigError(
             f"{parts.scheme}:// has no TLS, so {', '.join(n for n in TLS_FILES if getattr(settings, n))} mean nothing",
             field="registry.url",

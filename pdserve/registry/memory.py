@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from pdserve.errors import Exhausted, NotFound
+from pdserve.errors import Exhausted, NotFound, Refused
 from pdserve.registry.records import LiveRecord, Load, WorkerRecord
 
 MAX_WORKERS = 4096
@@ -24,9 +24,12 @@ class MemoryRegistry:
         self._clock = clock
         self._records: dict[str, tuple[WorkerRecord, float]] = {}  # worker id -> record, lease end
 
-    async def register(self, record: WorkerRecord) -> None:
+    async def register(self, record: WorkerRecord, again: bool = False) -> None:
         """See Registry. Raises Exhausted when the table is full."""
         self._drop_ended()
+        known, _ = self._records.get(record.worker_id, (None, 0.0))
+        if again and known is not None and known.incarnation != record.incarnation:
+            raise id_taken(record.worker_id)
         if record.worker_id not in self._records and len(self._records) >= MAX_WORKERS:
             raise Exhausted(
                 f"the registry holds {MAX_WORKERS} workers already",
@@ -69,4 +72,13 @@ def not_registered(worker_id: str) -> NotFound:
         reason="NOT_REGISTERED",
         field="worker_id",
         remedy="register again",
+    )
+
+
+def id_taken(worker_id: str) -> Refused:
+    return Refused(
+        f"another worker has registered as {worker_id!r} since",
+        reason="WORKER_ID_TAKEN",
+        field="worker_id",
+        remedy="give each worker an id of its own, or none: then it gets a random one",
     )

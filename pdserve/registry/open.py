@@ -10,7 +10,8 @@ from pdserve.registry.client import RpcRegistry
 from pdserve.registry.login import redis_url
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.records import Registry
-from pdserve.registry.redis import RedisRegistry, redis_address
+from pdserve.registry.redis import RedisRegistry
+from pdserve.registry.redis_url import SCHEMES, parse
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings, check_plaintext
 
@@ -32,16 +33,18 @@ def open_registry(url: str, settings: RegistrySettings | None = None, rpc: RpcSe
         return MemoryRegistry()
     if parts.scheme == "grpc":
         return RpcRegistry(parts.netloc, settings.timeout_s, rpc)
-    if parts.scheme in ("redis", "rediss"):
-        registry = RedisRegistry(redis_url(url, settings, os.environ), settings.key_prefix, settings.timeout_s)
-        if parts.scheme == "redis":
-            check_plaintext(parts.hostname or "", rpc)
+    if parts.scheme in SCHEMES:
+        login = redis_url(url, settings, os.environ)
+        registry = RedisRegistry(login, settings.key_prefix, settings.timeout_s, sentinel_login=settings.sentinel_login)
+        place = parse(url)
+        for host, _ in () if place.tls else place.hosts:
+            check_plaintext(host, rpc)
         return registry
     raise ConfigError(
         f"{parts.scheme or url.partition(':')[0]!r} is not a kind of registry",
         reason="BAD_URL",
         field="registry.url",
-        remedy="use memory://, grpc://HOST:PORT, redis://HOST:PORT/DATABASE or rediss://...",
+        remedy="use memory://, grpc://HOST:PORT, redis://HOST:PORT/DATABASE, rediss://... or redis+sentinel://...",
     )
 
 
@@ -50,4 +53,4 @@ def describe_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "memory":
         return "memory"
-    return redis_address(url) if parts.scheme in ("redis", "rediss") else f"{parts.scheme}://{parts.netloc}"
+    return str(parse(url)) if parts.scheme in SCHEMES else f"{parts.scheme}://{parts.netloc}"

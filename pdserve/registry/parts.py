@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Protocol
 
 from pdserve.errors import PdserveError
@@ -32,6 +32,14 @@ class Settings(Protocol):
     def stall_s(self) -> float: ...
     @property
     def grace_s(self) -> float: ...
+    @property
+    def adapters(self) -> Mapping[str, str]: ...
+    @property
+    def adapter_root(self) -> str: ...
+    @property
+    def max_adapters(self) -> int: ...
+    @property
+    def adapter_linger_s(self) -> float: ...
 
 
 class Steps(Protocol):
@@ -70,6 +78,11 @@ class Requests(Protocol):
     @property
     def count(self) -> int:
         """Requests that are here."""
+        ...
+
+    @property
+    def adapters_in_use(self) -> Iterable[bytes | None]:
+        """The adapter of every request that is here; None: the base model."""
         ...
 
     def loop(self) -> Coroutine[None, None, None]:

@@ -19,10 +19,14 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
 
 from cache_transfer.contract import Endpoint, WorkerContract
 from pdserve.errors import Internal, PdserveError, Refused, Unavailable
 from pdserve.registry.accounts import Accounts, Stake, take_stock
+from pdserve.registry.adapters import AdapterShelf, Readable
+from pdserve.registry.adapters import Store as AdapterStore
 from pdserve.registry.heartbeat import Heartbeat
 from pdserve.registry.parts import Books, Requests, Settings, Steps
 from pdserve.registry.records import DRAINING, READY, STALLED, STARTING, Load, Registry, WorkerRecord
@@ -46,6 +50,8 @@ class PoolWorker(ABC):
     pipeline: Requests
     takes_prompts = False
     """A decode worker that computes prompts itself when a router asks it to."""
+    capabilities: frozenset[str] = frozenset()
+    """See `WorkerRecord`."""
 
     def __init__(
         self,
@@ -57,7 +63,10 @@ class PoolWorker(ABC):
         registry: Registry | None,
         thread: Steps,
         books: Books,
+        store: AdapterStore,
+        read_adapter: Callable[[Path], Readable],
     ) -> None:
+        """`store` and `read_adapter` are the engine's, see adapters.py."""
         self.role = role
         self.model = model
         self.contract = contract
@@ -69,6 +78,15 @@ class PoolWorker(ABC):
         """The engine's thread could not be ended; nothing but force ends its process."""
         self.stalled = False
         """The running step takes longer than `stall_s`; a process that stays so should be replaced."""
+        self.adapters = AdapterShelf(
+            store,
+            read_adapter,
+            lambda: self.pipeline.adapters_in_use,
+            self._announce,
+            settings.adapter_root,
+            settings.max_adapters,
+            settings.adapter_linger_s,
+        )
         self._phase = STARTING
         self._abandoned = False  # a limit on the way to the end was passed
         self._serving = False  # what health says
@@ -106,10 +124,13 @@ class PoolWorker(ABC):
         """Binds, registers, serves. Returns the address.
 
         Raises:
+            CheckpointError, InvalidRequest, Exhausted: an adapter of the settings cannot be served.
             ConfigError: a port is in use, or an address is not allowed.
             Unavailable: the registry cannot be reached.
         """
         try:
+            for name, path in self._common.adapters.items():
+                await self.adapters.load(name, Path(path))
             await self._listen()
             await self._server.start(serving=False)
             self._background.spawn(self.pipeline.loop(), "loop")
@@ -181,6 +202,8 @@ class PoolWorker(ABC):
             load=self._load(),
             lease_s=self._common.registry.lease_s,
             takes_prompts=self.takes_prompts,
+            capabilities=self.capabilities,
+            adapters=self.adapters.named(),
         )
 
     def bundle_bytes(self) -> bytes:
@@ -211,6 +234,7 @@ class PoolWorker(ABC):
         while True:
             await asyncio.sleep(self._common.reap_s)
             self.pipeline.reap(time.monotonic())
+            self.adapters.reap(time.monotonic())
             await self._watch_engine()
 
     async def _watch_engine(self) -> None:
@@ -226,6 +250,11 @@ class PoolWorker(ABC):
         if self._heartbeat is not None:
             self._background.spawn(self._heartbeat.renew(), "news of the engine")
         await self._report()
+
+    async def _announce(self) -> None:
+        """Tells the registry what has changed in the record, if it has that already."""
+        if self._heartbeat is not None and self._phase == READY:
+            await self._heartbeat.renew()
 
     @property
     def _settle_s(self) -> float:

@@ -15,6 +15,10 @@ READY = "ready"
 DRAINING = "draining"
 STALLED = "stalled"  # an engine step takes too long; READY again when it ends
 
+# Options of a request that workers of the first version ignore without a word, so that those that follow them say so.
+GRAMMAR = "grammar"
+CHOICES = "choices"
+
 
 @dataclass(frozen=True)
 class Load:
@@ -30,12 +34,23 @@ class Load:
     tokens_per_s: float = 0.0
     steps: int = 0
     prefill_tokens_per_s: float = 0.0  # of a prompt alone there; this and what follows: 0 is "not measured yet"
-    shared_prefill_tokens_per_s: float = 0.0  # of one beside the streams that run now; decode only
+    shared_prefill_tokens_per_s: float = 0.0  # of one beside the streams that run now, or one; decode only
     queued_prefill_tokens: int = 0  # that this worker itself has still to compute
     predicted_wait_s: float = 0.0  # before a prompt as long as the longest step would begin
     transfer_bytes_per_s: float = 0.0  # prefill only
     decode_step_ms: float = 0.0  # decode only
     fixed_step_ms: float = 0.0  # of a step, whatever is in it
+    prefill_token_us: float = 0.0  # of a prompt's token in full steps, its part of their fixed cost included
+    prefill_pair_ns: float = 0.0  # and for each token that it reads, itself and all before it
+    step_ms: float = 0.0  # the step that ran when this was told, as expected; 0: idle
+
+
+@dataclass(frozen=True)
+class NamedAdapter:
+    """A version of an adapter that a worker takes requests for."""
+
+    name: str  # empty: a replaced one, for requests that began on it
+    digest: bytes  # 32 bytes over its content
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,8 @@ class WorkerRecord:
     load: Load = Load()
     lease_s: float = 5.0  # seconds the record lives after each renewal
     takes_prompts: bool = False  # a decode worker that computes prompts itself when asked to
+    capabilities: frozenset[str] = frozenset()  # options that it follows and an older version would ignore
+    adapters: tuple[NamedAdapter, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,8 +81,13 @@ class LiveRecord:
 class Registry(Protocol):
     """All methods raise Unavailable when the registry cannot be reached, within `timeout_s`."""
 
-    async def register(self, record: WorkerRecord) -> None:
-        """Adds the record or replaces an earlier incarnation of the same worker id."""
+    async def register(self, record: WorkerRecord, again: bool = False) -> None:
+        """Adds the record or replaces an earlier incarnation of the same worker id.
+
+        Args:
+            again: it was registered before, and forgotten. Raises Refused (WORKER_ID_TAKEN) when another
+                incarnation's lease lives: of two workers with one id the later one stays.
+        """
         ...
 
     async def heartbeat(self, worker_id: str, incarnation: bytes, state: str, load: Load) -> None:

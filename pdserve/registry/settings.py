@@ -14,7 +14,8 @@ class RegistrySettings:
     url: str = "memory://"
     """memory:// (a router's own), grpc://HOST:PORT (a router that serves one), or
     redis://USER:PASSWORD@HOST:PORT/DATABASE; rediss:// is the same over TLS. Better than a password in
-    here: `username` with `password_env` or `password_file`."""
+    here: `username` with `password_env` or `password_file`. A Redis that fails over: several HOST:PORT between
+    commas, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DATABASE."""
 
     lease_s: float = 5.0
     """Seconds a worker stays listed after its last heartbeat."""
@@ -36,6 +37,9 @@ class RegistrySettings:
 
     password_file: str = ""
     """Redis only: file that holds the password, instead of a variable."""
+
+    sentinel_login: bool = False
+    """redis+sentinel:// only: Sentinels ask for the user and password, too."""
 
     ca_file: str = ""
     """rediss:// only: PEM file of the authorities that the server's certificate may come from; empty: the system's."""

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NoReturn
 
 from cache_transfer.contract import Endpoint, WorkerContract
 from cache_transfer.wire import contract_from_proto, contract_to_proto, endpoint_from_proto, endpoint_to_proto
 from pdserve.errors import ConfigError, InvalidRequest, shown
-from pdserve.registry.records import DECODE, DRAINING, PREFILL, READY, STALLED, STARTING, LiveRecord, Load, WorkerRecord
+from pdserve.registry.records import (
+    DECODE,
+    DRAINING,
+    PREFILL,
+    READY,
+    STALLED,
+    STARTING,
+    LiveRecord,
+    Load,
+    NamedAdapter,
+    WorkerRecord,
+)
 from pdserve.rpc.settings import split_address
 from pdserve.v1 import common_pb2, gateway_pb2, registry_pb2
 
@@ -18,6 +29,8 @@ MAX_RECORD_BYTES = 256 * 1024  # serialized
 MAX_NAME = 128  # characters of a worker id
 MAX_MODEL = 256  # characters of a model name
 MAX_ENDPOINTS = 64
+MAX_ADAPTERS = 1024
+DIGEST_BYTES = 32
 INCARNATION_BYTES = 16
 MAX_LEASE_MS = 3_600_000
 
@@ -54,6 +67,8 @@ def status_to_proto(record: WorkerRecord, lease_left_s: float) -> gateway_pb2.Wo
         load=load_to_proto(record.load),
         lease_left_s=lease_left_s,
         takes_prompts=record.takes_prompts,
+        capabilities=sorted(record.capabilities),
+        adapters=[common_pb2.LoadedAdapter(name=each.name, digest=each.digest) for each in record.adapters],
     )
 
 
@@ -90,10 +105,18 @@ def record_from_proto(message: registry_pb2.WorkerRecord) -> WorkerRecord:
         load=load_from_proto(status.load),
         lease_s=message.lease_ms / 1000,
         takes_prompts=status.role == DECODE and status.takes_prompts,
+        capabilities=_capabilities(status.capabilities),
+        adapters=_adapters(status.adapters),
     )
     if status.contract_digest != digest:
         _fail("contract_digest", "is not the digest of the contract", "the SHA-256 that docs/protocol.md describes")
     return record
+
+
+def _capabilities(names: Sequence[str]) -> frozenset[str]:
+    """Those of newer versions too: only whoever needs one has to know what it means."""
+    _check_count("capabilities", len(names), 0)
+    return frozenset(_text("capabilities", name, MAX_NAME) for name in names)
 
 
 def _endpoints(name: str, messages: Iterable[common_pb2.Endpoint]) -> tuple[Endpoint, ...]:
@@ -110,6 +133,17 @@ def _endpoints(name: str, messages: Iterable[common_pb2.Endpoint]) -> tuple[Endp
         except ConfigError:
             _fail(name, f"has the address {shown(endpoint.address)}", "host:port")
     return endpoints
+
+
+def _adapters(messages: Sequence[common_pb2.LoadedAdapter]) -> tuple[NamedAdapter, ...]:
+    if len(messages) > MAX_ADAPTERS:
+        _fail("adapters", f"has {len(messages)} entries", f"at most {MAX_ADAPTERS}")
+    for each in messages:
+        if len(each.digest) != DIGEST_BYTES:
+            _fail("adapters", f"has a digest of {len(each.digest)} bytes", f"{DIGEST_BYTES} bytes")
+        if len(each.name) > MAX_NAME:
+            _fail("adapters", f"has a name of {len(each.name)} characters", f"at most {MAX_NAME}")
+    return tuple(NamedAdapter(each.name, each.digest) for each in messages)
 
 
 @lru_cache(maxsize=_REMEMBERED_CONTRACTS)

@@ -77,6 +77,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             fault=accounts.fault,
             preemptions=accounts.preemptions,
             recomputed_tokens=accounts.recomputed_tokens,
+            handoffs=accounts.handoffs,
+            forks=accounts.forks,
+            shared_pages=accounts.shared_pages,
+            copied_pages=accounts.copied_pages,
         )
 
     async def Trace(

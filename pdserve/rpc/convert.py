@@ -135,6 +135,8 @@ def finish_to_proto(finish: Finish) -> common_pb2.Finish:
         stop_token_id=finish.stop_token_id,
         usage=usage_to_proto(finish.usage),
         choice=finish.choice,
+        shared_pages=finish.shared_pages,
+        copied_pages=finish.copied_pages,
     )
 
 
@@ -145,6 +147,8 @@ def finish_from_proto(message: common_pb2.Finish) -> Finish:
         stop_string=message.stop_string if message.HasField("stop_string") else None,
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         choice=message.choice,
+        shared_pages=message.shared_pages,
+        copied_pages=message.copied_pages,
     )
 
 

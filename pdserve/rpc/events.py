@@ -38,6 +38,8 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Usage:
+    """Of one choice, or of a request: then the prompt counts once, and the output of all choices."""
+
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_prompt_tokens: int = 0  # prompt tokens that were not computed again
@@ -52,6 +54,8 @@ class Finish:
     stop_string: str | None = None  # the stop string that matched
     stop_token_id: int | None = None  # the end or stop token that was sampled
     choice: int = 0
+    shared_pages: int = 0  # of the prompt, that this choice read together with others
+    copied_pages: int = 0  # of these, copied before it could write there
 
 
 @dataclass(frozen=True)
@@ -151,3 +155,8 @@ class HandoffRecord:
     candidates: tuple[GroupPair, ...] = ()  # that fitted when the last attempt was placed
     rejected: tuple[GroupPair, ...] = ()
     history: tuple[AttemptRecord, ...] = ()  # oldest first
+    choices: int = 1  # outputs asked for
+    prefills: int = 0  # times the prompt was computed, for all choices together
+    transfers: int = 0  # of these, handed over
+    shared_pages: int = 0  # of the prompt, that choices read together, counted for each
+    copied_pages: int = 0  # of these, copied before a choice wrote there

@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from pdserve.errors import DeadlineExceeded, Internal, InvalidRequest, PdserveError
 from pdserve.rpc.status import abort
+from pdserve.rpc.tls import check_role
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +38,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         message_s: how long a call that brings one message may take to bring it.
+        deployment: whose certificates callers show (tls.py); empty: they show none, and may call everything.
     """
 
-    def __init__(self, message_s: float) -> None:
+    def __init__(self, message_s: float, deployment: str = "") -> None:
         self._message_s = message_s
+        self._deployment = deployment
 
     async def intercept_service(
         self,
@@ -49,15 +52,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         # None means "no such method"; gRPC itself answers UNIMPLEMENTED.
-        return handler and wrap(handler, handler_call_details.method, self._message_s)
+        return handler and wrap(handler, handler_call_details.method, self._message_s, self._deployment)
 
 
-def wrap(handler: grpc.RpcMethodHandler[Any, Any], method: str, message_s: float) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler, with errors mapped. Synchronous handlers are returned as they are."""
+def wrap(
+    handler: grpc.RpcMethodHandler[Any, Any], method: str, message_s: float, deployment: str = ""
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """The same handler, with errors mapped and roles checked. Synchronous handlers are returned as they are."""
     asks, answers = ("stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming))
     behavior: Behavior = getattr(handler, f"{asks}_{answers}")
     parse = _parser(handler.request_deserializer, handler.request_streaming)
     take = _take_stream if handler.request_streaming else _take_one(message_s)
+    if deployment:
+        take = _take_from(deployment, method, take)
     if inspect.isasyncgenfunction(behavior):
         guarded = _guard_generator(behavior, take, parse, method)
     elif inspect.iscoroutinefunction(behavior):
@@ -87,6 +94,16 @@ def _parser(deserialize: Callable[[bytes], Any] | None, streaming: bool) -> Call
             yield one(data)
 
     return many if streaming else one
+
+
+def _take_from(deployment: str, method: str, take: Take) -> Take:
+    """Looks at the caller's certificate first, which gRPC has verified."""
+
+    async def checked(stream: AsyncIterator[bytes], context: Context) -> Any:
+        check_role(context.auth_context().get("x509_subject_alternative_name", ()), method, deployment)
+        return await take(stream, context)
+
+    return checked
 
 
 async def _take_stream(stream: AsyncIterator[bytes], context: Context) -> Any:

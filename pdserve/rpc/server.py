@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.errors import ConfigError
 from pdserve.rpc.served import ErrorInterceptor
 from pdserve.rpc.settings import Options, RpcSettings, check_plaintext, join_address, server_options
+from pdserve.rpc.tls import server_credentials
 
 Register = Callable[[Any, Any], None]  # such as gateway_pb2_grpc.add_GatewayServicer_to_server
 
@@ -33,14 +34,17 @@ class Server:
     ) -> None:
         """Port 0: any free one. The errors that interceptors' handlers raise become statuses, too.
 
-        Raises ConfigError when `host` is not loopback and plaintext is not allowed.
+        With TLS in the settings callers need a certificate, for a role that may call the service (tls.py).
+
+        Raises ConfigError when `host` is not loopback, and there is no TLS and plaintext is not allowed.
         """
         self.settings = settings or RpcSettings()
         check_plaintext(host, self.settings)
         self._host = host
         self._port = port
         self._options = server_options(self.settings, extra_options)
-        self._interceptors = (ErrorInterceptor(self.settings.call_timeout_s), *interceptors)
+        deployment = self.settings.tls.deployment if self.settings.tls.enabled else ""
+        self._interceptors = (ErrorInterceptor(self.settings.call_timeout_s, deployment), *interceptors)
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._registered: list[tuple[str, Any]] = []
         self._grpc: grpc.aio.Server | None = None
@@ -68,7 +72,7 @@ class Server:
             serving: what the health service says at first.
 
         Raises:
-            ConfigError: the address cannot be bound, or start() was called before.
+            ConfigError: the address cannot be bound, certificates cannot be used, or start() was called before.
         """
         self._check_not_started()
         server = self._grpc = grpc.aio.server(
@@ -118,9 +122,12 @@ class Server:
             raise ConfigError("the server was started before", reason="SERVER_STARTED", remedy="add services first")
 
     def _bind(self, server: grpc.aio.Server) -> int:
-        address = join_address(self._host, self._port)
+        address, tls = join_address(self._host, self._port), self.settings.tls
         try:
-            port = server.add_insecure_port(address)
+            if tls.enabled:
+                port = server.add_secure_port(address, server_credentials(tls))
+            else:
+                port = server.add_insecure_port(address)
         except RuntimeError:
             port = 0
         if port == 0:

@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
 
 from pdserve.errors import ConfigError
 
 MIB = 1 << 20
 
 Options = tuple[tuple[str, int | str], ...]
+
+
+@dataclass(frozen=True)
+class TlsSettings:
+    """The three files of one part, in PEM; see tls.py. None of them: no TLS. They are read again when they change."""
+
+    cert_file: str = ""
+    """This part's certificate, and the intermediate ones below the authority's, if any."""
+
+    key_file: str = ""
+    """Its private key, without a passphrase."""
+
+    ca_file: str = ""
+    """The authority that signs every part of this deployment; two in one file while it changes."""
+
+    deployment: str = "pdserve"
+    """What certificates say after the role, as in worker.pdserve."""
+
+    @classmethod
+    def of_folder(cls, folder: Path, deployment: str = "pdserve") -> Self:
+        """The files by the names that Kubernetes and `pdserve certificates` give them."""
+        return cls(str(folder / "tls.crt"), str(folder / "tls.key"), str(folder / "ca.crt"), deployment)
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.cert_file)
+
+    def check(self) -> None:
+        """Raises ConfigError when only some of the files are named. Nothing is read."""
+        files = {name: getattr(self, name) for name in ("cert_file", "key_file", "ca_file")}
+        for name, file in files.items():
+            if any(files.values()) and not file:
+                raise ConfigError("TLS needs all three files", field=f"rpc.tls.{name}", remedy="name a PEM file")
+        if not self.deployment:
+            raise ConfigError("it is empty", field="rpc.tls.deployment", remedy="write what certificates say")
 
 
 @dataclass(frozen=True)
@@ -44,10 +81,15 @@ class RpcSettings:
     """Calls a server runs at once; more are refused with RESOURCE_EXHAUSTED."""
 
     allow_plaintext: bool = False
-    """Permits unencrypted connections beyond this machine. Without it only loopback is used."""
+    """Permits unencrypted connections beyond this machine. Without it, and without TLS, only loopback is used."""
+
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    """Certificates, under [rpc.tls]. With them every connection is encrypted, on loopback too, and both ends
+    show who they are."""
 
     def __post_init__(self) -> None:
-        numbers = {name: value for name, value in vars(self).items() if name != "allow_plaintext"}
+        self.tls.check()
+        numbers = {name: value for name, value in vars(self).items() if name not in ("allow_plaintext", "tls")}
         for name, value in numbers.items():
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{value!r} is not allowed", field=f"rpc.{name}", remedy="use a number above 0")
@@ -129,12 +171,13 @@ def is_loopback(host: str) -> bool:
 
 def check_plaintext(host: str, settings: RpcSettings) -> None:
     """Raises ConfigError when an unencrypted connection would leave this machine without leave."""
-    if not settings.allow_plaintext and not is_loopback(host):
+    if not settings.tls.enabled and not settings.allow_plaintext and not is_loopback(host):
         raise ConfigError(
             f"an unencrypted connection beyond this machine ({host!r}) is not permitted",
             reason="PLAINTEXT_REFUSED",
             field="allow_plaintext",
-            remedy="use a loopback address such as 127.0.0.1, or set allow_plaintext = true on a network you trust",
+            remedy="use a loopback address such as 127.0.0.1, give certificates under [rpc.tls], or set "
+            "allow_plaintext = true on a network you trust",
         )
 
 

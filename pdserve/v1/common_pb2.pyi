@@ -123,7 +123,7 @@ class LayerPlanes(_message.Message):
     def __init__(self, planes: _Optional[_Iterable[_Union[CachePlane, _Mapping]]] = ...) -> None: ...
 
 class WorkerContract(_message.Message):
-    __slots__ = ("version", "model_digest", "positions", "attention", "layers", "vocab_size", "tokenizer_digest", "page_size", "page_axis_order", "device", "kv_dtype", "weight_dtype", "activation_dtype", "info", "context_limit", "allow_lossy")
+    __slots__ = ("version", "model_digest", "positions", "attention", "layers", "vocab_size", "tokenizer_digest", "page_size", "page_axis_order", "device", "kv_dtype", "weight_dtype", "activation_dtype", "info", "context_limit", "allow_lossy", "layer_positions")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class WorkerContract(_message.Message):
     INFO_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     ALLOW_LOSSY_FIELD_NUMBER: _ClassVar[int]
+    LAYER_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     version: int
     model_digest: bytes
     positions: PositionScheme
@@ -163,7 +164,8 @@ class WorkerContract(_message.Message):
     info: _containers.ScalarMap[str, str]
     context_limit: int
     allow_lossy: bool
-    def __init__(self, version: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., positions: _Optional[_Union[PositionScheme, _Mapping]] = ..., attention: _Optional[_Union[AttentionScheme, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerPlanes, _Mapping]]] = ..., vocab_size: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ..., page_size: _Optional[int] = ..., page_axis_order: _Optional[str] = ..., device: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., activation_dtype: _Optional[str] = ..., info: _Optional[_Mapping[str, str]] = ..., context_limit: _Optional[int] = ..., allow_lossy: _Optional[bool] = ...) -> None: ...
+    layer_positions: _containers.RepeatedCompositeFieldContainer[PositionScheme]
+    def __init__(self, version: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., positions: _Optional[_Union[PositionScheme, _Mapping]] = ..., attention: _Optional[_Union[AttentionScheme, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerPlanes, _Mapping]]] = ..., vocab_size: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ..., page_size: _Optional[int] = ..., page_axis_order: _Optional[str] = ..., device: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., activation_dtype: _Optional[str] = ..., info: _Optional[_Mapping[str, str]] = ..., context_limit: _Optional[int] = ..., allow_lossy: _Optional[bool] = ..., layer_positions: _Optional[_Iterable[_Union[PositionScheme, _Mapping]]] = ...) -> None: ...
 
 class HandoffIdentity(_message.Message):
     __slots__ = ("contract_digest", "adapter_digest", "tenant", "prompt_digest", "start", "end")
@@ -291,18 +293,22 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "choice")
+    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "choice", "shared_pages", "copied_pages")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_PAGES_FIELD_NUMBER: _ClassVar[int]
     reason: str
     stop_string: str
     stop_token_id: int
     usage: Usage
     choice: int
-    def __init__(self, reason: _Optional[str] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., choice: _Optional[int] = ...) -> None: ...
+    shared_pages: int
+    copied_pages: int
+    def __init__(self, reason: _Optional[str] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., choice: _Optional[int] = ..., shared_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ...) -> None: ...
 
 class GroupPair(_message.Message):
     __slots__ = ("prefill_workers", "decode_workers", "prefill_count", "decode_count", "differences")
@@ -377,7 +383,7 @@ class AttemptRecord(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_candidates: _Optional[int] = ..., decode_candidates: _Optional[int] = ..., prefill_cost: _Optional[float] = ..., decode_cost: _Optional[float] = ..., outcome: _Optional[str] = ..., failed_worker: _Optional[str] = ..., first_index: _Optional[int] = ..., output_tokens: _Optional[int] = ..., begun_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., placement: _Optional[str] = ..., placement_reason: _Optional[str] = ..., predicted_handoff_ms: _Optional[float] = ..., predicted_decode_ms: _Optional[float] = ..., decode_penalty_ms: _Optional[float] = ...) -> None: ...
 
 class HandoffRecord(_message.Message):
-    __slots__ = ("request_id", "prefill_worker", "decode_worker", "attempts", "prompt_tokens", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_tokens_per_s", "conversions", "notes", "output_tokens", "outcome", "intake_ms", "admitted_ms", "push_ms", "decode_ms", "total_ms", "candidates", "rejected", "history")
+    __slots__ = ("request_id", "prefill_worker", "decode_worker", "attempts", "prompt_tokens", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_tokens_per_s", "conversions", "notes", "output_tokens", "outcome", "intake_ms", "admitted_ms", "push_ms", "decode_ms", "total_ms", "candidates", "rejected", "history", "choices", "prefills", "transfers", "shared_pages", "copied_pages")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +410,11 @@ class HandoffRecord(_message.Message):
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_PAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prefill_worker: str
     decode_worker: str
@@ -430,4 +441,23 @@ class HandoffRecord(_message.Message):
     candidates: _containers.RepeatedCompositeFieldContainer[GroupPair]
     rejected: _containers.RepeatedCompositeFieldContainer[GroupPair]
     history: _containers.RepeatedCompositeFieldContainer[AttemptRecord]
-    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., conversions: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ..., output_tokens: _Optional[int] = ..., outcome: _Optional[str] = ..., intake_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[GroupPair, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[GroupPair, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[AttemptRecord, _Mapping]]] = ...) -> None: ...
+    choices: int
+    prefills: int
+    transfers: int
+    shared_pages: int
+    copied_pages: int
+    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., conversions: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ..., output_tokens: _Optional[int] = ..., outcome: _Optional[str] = ..., intake_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[GroupPair, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[GroupPair, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[AttemptRecord, _Mapping]]] = ..., choices: _Optional[int] = ..., prefills: _Optional[int] = ..., transfers: _Optional[int] = ..., shared_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ...) -> None: ...
+
+class LoadedAdapter(_message.Message):
+    __slots__ = ("name", "digest", "users", "rank", "size_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    USERS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: bytes
+    users: int
+    rank: int
+    size_bytes: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., users: _Optional[int] = ..., rank: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...

@@ -40,7 +40,7 @@ class TokenPrompt(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "tokens", "sampling", "request_id", "adapter", "want_record")
+    __slots__ = ("model", "text", "chat", "tokens", "sampling", "request_id", "adapter", "want_record", "n")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     WANT_RECORD_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: ChatPrompt
@@ -57,7 +58,8 @@ class GenerateRequest(_message.Message):
     request_id: str
     adapter: str
     want_record: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., want_record: _Optional[bool] = ...) -> None: ...
+    n: int
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., want_record: _Optional[bool] = ..., n: _Optional[int] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("accepted", "tokens", "record", "finish", "error", "usage")
@@ -92,7 +94,7 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "context_limit", "vocab_size", "model_digest", "has_tokenizer", "has_chat_template", "created_s")
+    __slots__ = ("name", "context_limit", "vocab_size", "model_digest", "has_tokenizer", "has_chat_template", "created_s", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +102,7 @@ class ModelInfo(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     CREATED_S_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     context_limit: int
     vocab_size: int
@@ -107,7 +110,8 @@ class ModelInfo(_message.Message):
     has_tokenizer: bool
     has_chat_template: bool
     created_s: int
-    def __init__(self, name: _Optional[str] = ..., context_limit: _Optional[int] = ..., vocab_size: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ..., created_s: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., context_limit: _Optional[int] = ..., vocab_size: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ..., created_s: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)
@@ -120,7 +124,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "state", "model", "endpoints", "contract", "contract_digest", "load", "lease_left_s", "takes_prompts")
+    __slots__ = ("worker_id", "role", "state", "model", "endpoints", "contract", "contract_digest", "load", "lease_left_s", "takes_prompts", "capabilities", "adapters")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +135,8 @@ class WorkerStatus(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     LEASE_LEFT_S_FIELD_NUMBER: _ClassVar[int]
     TAKES_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     state: str
@@ -141,10 +147,12 @@ class WorkerStatus(_message.Message):
     load: Load
     lease_left_s: float
     takes_prompts: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.Endpoint, _Mapping]]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., contract_digest: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., lease_left_s: _Optional[float] = ..., takes_prompts: _Optional[bool] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    adapters: _containers.RepeatedCompositeFieldContainer[_common_pb2.LoadedAdapter]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.Endpoint, _Mapping]]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., contract_digest: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., lease_left_s: _Optional[float] = ..., takes_prompts: _Optional[bool] = ..., capabilities: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[_Union[_common_pb2.LoadedAdapter, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_limit", "queued_tokens", "pages_total", "pages_held", "pages_cached", "tokens_per_s", "steps", "prefill_tokens_per_s", "shared_prefill_tokens_per_s", "queued_prefill_tokens", "predicted_wait_s", "transfer_bytes_per_s", "decode_step_ms", "fixed_step_ms")
+    __slots__ = ("running", "waiting", "waiting_limit", "queued_tokens", "pages_total", "pages_held", "pages_cached", "tokens_per_s", "steps", "prefill_tokens_per_s", "shared_prefill_tokens_per_s", "queued_prefill_tokens", "predicted_wait_s", "transfer_bytes_per_s", "decode_step_ms", "fixed_step_ms", "prefill_token_us", "prefill_pair_ns", "step_ms")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_LIMIT_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +169,9 @@ class Load(_message.Message):
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     FIXED_STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_US_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAIR_NS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_limit: int
@@ -177,7 +188,10 @@ class Load(_message.Message):
     transfer_bytes_per_s: float
     decode_step_ms: float
     fixed_step_ms: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_limit: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., shared_prefill_tokens_per_s: _Optional[float] = ..., queued_prefill_tokens: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., fixed_step_ms: _Optional[float] = ...) -> None: ...
+    prefill_token_us: float
+    prefill_pair_ns: float
+    step_ms: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_limit: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., shared_prefill_tokens_per_s: _Optional[float] = ..., queued_prefill_tokens: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., fixed_step_ms: _Optional[float] = ..., prefill_token_us: _Optional[float] = ..., prefill_pair_ns: _Optional[float] = ..., step_ms: _Optional[float] = ...) -> None: ...
 
 class Pair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "fits", "differences")

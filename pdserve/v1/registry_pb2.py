@@ -26,7 +26,7 @@ from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 from pdserve.v1 import gateway_pb2 as pdserve_dot_v1_dot_gateway__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/v1/registry.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\x1a\x18pdserve/v1/gateway.proto\"\x87\x01\n\x0cWorkerRecord\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12&\n\x08transfer\x18\x03 \x03(\x0b\x32\x14.pdserve.v1.Endpoint\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\";\n\x0fRegisterRequest\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.WorkerRecord\"\x12\n\x10RegisterResponse\"i\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\r\n\x05state\x18\x03 \x01(\t\x12\x1e\n\x04load\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.Load\"\x13\n\x11HeartbeatResponse\";\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\"\x14\n\x12\x44\x65registerResponse\"\x11\n\x0fSnapshotRequest\"=\n\x10SnapshotResponse\x12)\n\x07records\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerRecord2\xaf\x02\n\x08Registry\x12\x45\n\x08Register\x12\x1b.pdserve.v1.RegisterRequest\x1a\x1c.pdserve.v1.RegisterResponse\x12H\n\tHeartbeat\x12\x1c.pdserve.v1.HeartbeatRequest\x1a\x1d.pdserve.v1.HeartbeatResponse\x12K\n\nDeregister\x12\x1d.pdserve.v1.DeregisterRequest\x1a\x1e.pdserve.v1.DeregisterResponse\x12\x45\n\x08Snapshot\x12\x1b.pdserve.v1.SnapshotRequest\x1a\x1c.pdserve.v1.SnapshotResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/v1/registry.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\x1a\x18pdserve/v1/gateway.proto\"\x87\x01\n\x0cWorkerRecord\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12&\n\x08transfer\x18\x03 \x03(\x0b\x32\x14.pdserve.v1.Endpoint\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\"J\n\x0fRegisterRequest\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.WorkerRecord\x12\r\n\x05\x61gain\x18\x02 \x01(\x08\"\x12\n\x10RegisterResponse\"y\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\r\n\x05state\x18\x03 \x01(\t\x12\x1e\n\x04load\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\x08\"\x13\n\x11HeartbeatResponse\";\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\"\x14\n\x12\x44\x65registerResponse\"\x11\n\x0fSnapshotRequest\"=\n\x10SnapshotResponse\x12)\n\x07records\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.WorkerRecord\"4\n\x0cSentPrefixes\x12$\n\x04sent\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.SentPrefix\"1\n\nSentPrefix\x12\x14\n\x0cincarnations\x18\x01 \x03(\x0c\x12\r\n\x05links\x18\x02 \x01(\x0c\x32\xfa\x02\n\x08Registry\x12\x45\n\x08Register\x12\x1b.pdserve.v1.RegisterRequest\x1a\x1c.pdserve.v1.RegisterResponse\x12H\n\tHeartbeat\x12\x1c.pdserve.v1.HeartbeatRequest\x1a\x1d.pdserve.v1.HeartbeatResponse\x12I\n\x06Report\x12\x1c.pdserve.v1.HeartbeatRequest\x1a\x1d.pdserve.v1.HeartbeatResponse(\x01\x30\x01\x12K\n\nDeregister\x12\x1d.pdserve.v1.DeregisterRequest\x1a\x1e.pdserve.v1.DeregisterResponse\x12\x45\n\x08Snapshot\x12\x1b.pdserve.v1.SnapshotRequest\x1a\x1c.pdserve.v1.SnapshotResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,21 +36,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERRECORD']._serialized_start=93
   _globals['_WORKERRECORD']._serialized_end=228
   _globals['_REGISTERREQUEST']._serialized_start=230
-  _globals['_REGISTERREQUEST']._serialized_end=289
-  _globals['_REGISTERRESPONSE']._serialized_start=291
-  _globals['_REGISTERRESPONSE']._serialized_end=309
-  _globals['_HEARTBEATREQUEST']._serialized_start=311
-  _globals['_HEARTBEATREQUEST']._serialized_end=416
-  _globals['_HEARTBEATRESPONSE']._serialized_start=418
-  _globals['_HEARTBEATRESPONSE']._serialized_end=437
-  _globals['_DEREGISTERREQUEST']._serialized_start=439
-  _globals['_DEREGISTERREQUEST']._serialized_end=498
-  _globals['_DEREGISTERRESPONSE']._serialized_start=500
-  _globals['_DEREGISTERRESPONSE']._serialized_end=520
-  _globals['_SNAPSHOTREQUEST']._serialized_start=522
-  _globals['_SNAPSHOTREQUEST']._serialized_end=539
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=541
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=602
-  _globals['_REGISTRY']._serialized_start=605
-  _globals['_REGISTRY']._serialized_end=908
+  _globals['_REGISTERREQUEST']._serialized_end=304
+  _globals['_REGISTERRESPONSE']._serialized_start=306
+  _globals['_REGISTERRESPONSE']._serialized_end=324
+  _globals['_HEARTBEATREQUEST']._serialized_start=326
+  _globals['_HEARTBEATREQUEST']._serialized_end=447
+  _globals['_HEARTBEATRESPONSE']._serialized_start=449
+  _globals['_HEARTBEATRESPONSE']._serialized_end=468
+  _globals['_DEREGISTERREQUEST']._serialized_start=470
+  _globals['_DEREGISTERREQUEST']._serialized_end=529
+  _globals['_DEREGISTERRESPONSE']._serialized_start=531
+  _globals['_DEREGISTERRESPONSE']._serialized_end=551
+  _globals['_SNAPSHOTREQUEST']._serialized_start=553
+  _globals['_SNAPSHOTREQUEST']._serialized_end=570
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=572
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=633
+  _globals['_SENTPREFIXES']._serialized_start=635
+  _globals['_SENTPREFIXES']._serialized_end=687
+  _globals['_SENTPREFIX']._serialized_start=689
+  _globals['_SENTPREFIX']._serialized_end=738
+  _globals['_REGISTRY']._serialized_start=741
+  _globals['_REGISTRY']._serialized_end=1119
 # @@protoc_insertion_point(module_scope)

@@ -21,26 +21,30 @@ class WorkerRecord(_message.Message):
     def __init__(self, status: _Optional[_Union[_gateway_pb2.WorkerStatus, _Mapping]] = ..., incarnation: _Optional[bytes] = ..., transfer: _Optional[_Iterable[_Union[_common_pb2.Endpoint, _Mapping]]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("record",)
+    __slots__ = ("record", "again")
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     record: WorkerRecord
-    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ...) -> None: ...
+    again: bool
+    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "state", "load")
+    __slots__ = ("worker_id", "incarnation", "state", "load", "answer")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: bytes
     state: str
     load: _gateway_pb2.Load
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_gateway_pb2.Load, _Mapping]] = ...) -> None: ...
+    answer: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_gateway_pb2.Load, _Mapping]] = ..., answer: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ()
@@ -67,3 +71,17 @@ class SnapshotResponse(_message.Message):
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     records: _containers.RepeatedCompositeFieldContainer[WorkerRecord]
     def __init__(self, records: _Optional[_Iterable[_Union[WorkerRecord, _Mapping]]] = ...) -> None: ...
+
+class SentPrefixes(_message.Message):
+    __slots__ = ("sent",)
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    sent: _containers.RepeatedCompositeFieldContainer[SentPrefix]
+    def __init__(self, sent: _Optional[_Iterable[_Union[SentPrefix, _Mapping]]] = ...) -> None: ...
+
+class SentPrefix(_message.Message):
+    __slots__ = ("incarnations", "links")
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    incarnations: _containers.RepeatedScalarFieldContainer[bytes]
+    links: bytes
+    def __init__(self, incarnations: _Optional[_Iterable[bytes]] = ..., links: _Optional[bytes] = ...) -> None: ...

@@ -44,6 +44,11 @@ class RegistryStub:
                 request_serializer=pdserve_dot_v1_dot_registry__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_registry__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.Report = channel.stream_stream(
+                '/pdserve.v1.Registry/Report',
+                request_serializer=pdserve_dot_v1_dot_registry__pb2.HeartbeatRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_registry__pb2.HeartbeatResponse.FromString,
+                _registered_method=True)
         self.Deregister = channel.unary_unary(
                 '/pdserve.v1.Registry/Deregister',
                 request_serializer=pdserve_dot_v1_dot_registry__pb2.DeregisterRequest.SerializeToString,
@@ -61,7 +66,7 @@ class RegistryServicer:
 
     def Register(self, request, context):
         """Adds a worker, or replaces an earlier incarnation of the same id. The record stays
-        until its lease ends.
+        until its lease ends. FAILED_PRECONDITION (WORKER_ID_TAKEN): see RegisterRequest.again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,6 +74,15 @@ class RegistryServicer:
 
     def Heartbeat(self, request, context):
         """Renews the lease with a new state and load. NOT_FOUND asks the worker to register again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Report(self, request_iterator, context):
+        """The same for all heartbeats of one worker, in order. Only those that ask for it are answered; the stream ends with
+        the status that Heartbeat would have had. It saves a router most of what heartbeats cost. One that does not know
+        it (UNIMPLEMENTED) or has too many of them (RESOURCE_EXHAUSTED) still takes Heartbeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +112,11 @@ def add_RegistryServicer_to_server(servicer, server):
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
+                    request_deserializer=pdserve_dot_v1_dot_registry__pb2.HeartbeatRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_registry__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'Report': grpc.stream_stream_rpc_method_handler(
+                    servicer.Report,
                     request_deserializer=pdserve_dot_v1_dot_registry__pb2.HeartbeatRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_registry__pb2.HeartbeatResponse.SerializeToString,
             ),
@@ -164,6 +183,33 @@ class Registry:
             request,
             target,
             '/pdserve.v1.Registry/Heartbeat',
+            pdserve_dot_v1_dot_registry__pb2.HeartbeatRequest.SerializeToString,
+            pdserve_dot_v1_dot_registry__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.v1.Registry/Report',
             pdserve_dot_v1_dot_registry__pb2.HeartbeatRequest.SerializeToString,
             pdserve_dot_v1_dot_registry__pb2.HeartbeatResponse.FromString,
             options,

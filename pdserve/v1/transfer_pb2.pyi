@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PushRequest(_message.Message):
-    __slots__ = ("open", "frame", "logits", "commit", "shared")
+    __slots__ = ("open", "frame", "logits", "commit", "shared", "frames")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
     open: PushOpen
     frame: Frame
     logits: Logits
     commit: Commit
     shared: SharedFrames
-    def __init__(self, open: _Optional[_Union[PushOpen, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., shared: _Optional[_Union[SharedFrames, _Mapping]] = ...) -> None: ...
+    frames: Frames
+    def __init__(self, open: _Optional[_Union[PushOpen, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., shared: _Optional[_Union[SharedFrames, _Mapping]] = ..., frames: _Optional[_Union[Frames, _Mapping]] = ...) -> None: ...
 
 class PushOpen(_message.Message):
     __slots__ = ("handoff_id", "attempt", "incarnation", "proof", "identity", "contract", "kv_dtype", "logits_only", "integrity", "shared")
@@ -54,6 +56,12 @@ class Frame(_message.Message):
     payload: bytes
     digest: bytes
     def __init__(self, header: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class Frames(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedCompositeFieldContainer[Frame]
+    def __init__(self, frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("pid", "fd", "size")
@@ -120,16 +128,18 @@ class PushResponse(_message.Message):
     def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("start", "end", "max_payload_bytes", "shared")
+    __slots__ = ("start", "end", "max_payload_bytes", "shared", "max_frames")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     MAX_PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    MAX_FRAMES_FIELD_NUMBER: _ClassVar[int]
     start: int
     end: int
     max_payload_bytes: int
     shared: bool
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., max_payload_bytes: _Optional[int] = ..., shared: _Optional[bool] = ...) -> None: ...
+    max_frames: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., max_payload_bytes: _Optional[int] = ..., shared: _Optional[bool] = ..., max_frames: _Optional[int] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("frames",)

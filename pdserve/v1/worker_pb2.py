@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import gateway_pb2 as pdserve_dot_v1_dot_gateway__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x18pdserve/v1/gateway.proto\"\x11\n\x0f\x44\x65scribeRequest\"%\n\x13GetTokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"0\n\x0b\x42undlePiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x11\n\x0f\x41\x63\x63ountsRequest\"N\n\x07Holding\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05pages\x18\x03 \x01(\r\x12\x17\n\x0f\x64\x65\x61\x64line_left_s\x18\x04 \x01(\x01\"\xdb\x01\n\x10\x41\x63\x63ountsResponse\x12\x13\n\x0bpages_total\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x12\n\npages_held\x18\x03 \x01(\r\x12\x14\n\x0cpages_cached\x18\x04 \x01(\r\x12%\n\x08holdings\x18\x05 \x03(\x0b\x32\x13.pdserve.v1.Holding\x12\x0e\n\x06intact\x18\x06 \x01(\x08\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\t \x01(\x04\"H\n\x0cTraceRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x14\n\x0c\x63hunk_tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\",\n\nTraceFault\x12\r\n\x05\x63heck\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"W\n\nTraceStart\x12\x11\n\tpositions\x18\x01 \x03(\x05\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x03(\r\x12&\n\x06\x66\x61ults\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TraceFault\"h\n\tTraceRows\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x0f\n\x07\x63olumns\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05norms\x18\x06 \x03(\x01\"s\n\tTracePart\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.TraceStartH\x00\x12%\n\x04rows\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.TraceRowsH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part2\x9a\x02\n\x06Worker\x12\x41\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x18.pdserve.v1.WorkerStatus\x12J\n\x0cGetTokenizer\x12\x1f.pdserve.v1.GetTokenizerRequest\x1a\x17.pdserve.v1.BundlePiece0\x01\x12\x45\n\x08\x41\x63\x63ounts\x12\x1b.pdserve.v1.AccountsRequest\x1a\x1c.pdserve.v1.AccountsResponse\x12:\n\x05Trace\x12\x18.pdserve.v1.TraceRequest\x1a\x15.pdserve.v1.TracePart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x18pdserve/v1/gateway.proto\"\x11\n\x0f\x44\x65scribeRequest\"%\n\x13GetTokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"0\n\x0b\x42undlePiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x11\n\x0f\x41\x63\x63ountsRequest\"N\n\x07Holding\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05pages\x18\x03 \x01(\r\x12\x17\n\x0f\x64\x65\x61\x64line_left_s\x18\x04 \x01(\x01\"\xa8\x02\n\x10\x41\x63\x63ountsResponse\x12\x13\n\x0bpages_total\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x12\n\npages_held\x18\x03 \x01(\r\x12\x14\n\x0cpages_cached\x18\x04 \x01(\r\x12%\n\x08holdings\x18\x05 \x03(\x0b\x32\x13.pdserve.v1.Holding\x12\x0e\n\x06intact\x18\x06 \x01(\x08\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\t \x01(\x04\x12\x10\n\x08handoffs\x18\n \x01(\x04\x12\r\n\x05\x66orks\x18\x0b \x01(\x04\x12\x14\n\x0cshared_pages\x18\x0c \x01(\x04\x12\x14\n\x0c\x63opied_pages\x18\r \x01(\x04\"H\n\x0cTraceRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x14\n\x0c\x63hunk_tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\",\n\nTraceFault\x12\r\n\x05\x63heck\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"W\n\nTraceStart\x12\x11\n\tpositions\x18\x01 \x03(\x05\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x03(\r\x12&\n\x06\x66\x61ults\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TraceFault\"h\n\tTraceRows\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x0f\n\x07\x63olumns\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05norms\x18\x06 \x03(\x01\"s\n\tTracePart\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.TraceStartH\x00\x12%\n\x04rows\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.TraceRowsH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part2\x9a\x02\n\x06Worker\x12\x41\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x18.pdserve.v1.WorkerStatus\x12J\n\x0cGetTokenizer\x12\x1f.pdserve.v1.GetTokenizerRequest\x1a\x17.pdserve.v1.BundlePiece0\x01\x12\x45\n\x08\x41\x63\x63ounts\x12\x1b.pdserve.v1.AccountsRequest\x1a\x1c.pdserve.v1.AccountsResponse\x12:\n\x05Trace\x12\x18.pdserve.v1.TraceRequest\x1a\x15.pdserve.v1.TracePart0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,17 +43,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HOLDING']._serialized_start=192
   _globals['_HOLDING']._serialized_end=270
   _globals['_ACCOUNTSRESPONSE']._serialized_start=273
-  _globals['_ACCOUNTSRESPONSE']._serialized_end=492
-  _globals['_TRACEREQUEST']._serialized_start=494
-  _globals['_TRACEREQUEST']._serialized_end=566
-  _globals['_TRACEFAULT']._serialized_start=568
-  _globals['_TRACEFAULT']._serialized_end=612
-  _globals['_TRACESTART']._serialized_start=614
-  _globals['_TRACESTART']._serialized_end=701
-  _globals['_TRACEROWS']._serialized_start=703
-  _globals['_TRACEROWS']._serialized_end=807
-  _globals['_TRACEPART']._serialized_start=809
-  _globals['_TRACEPART']._serialized_end=924
-  _globals['_WORKER']._serialized_start=927
-  _globals['_WORKER']._serialized_end=1209
+  _globals['_ACCOUNTSRESPONSE']._serialized_end=569
+  _globals['_TRACEREQUEST']._serialized_start=571
+  _globals['_TRACEREQUEST']._serialized_end=643
+  _globals['_TRACEFAULT']._serialized_start=645
+  _globals['_TRACEFAULT']._serialized_end=689
+  _globals['_TRACESTART']._serialized_start=691
+  _globals['_TRACESTART']._serialized_end=778
+  _globals['_TRACEROWS']._serialized_start=780
+  _globals['_TRACEROWS']._serialized_end=884
+  _globals['_TRACEPART']._serialized_start=886
+  _globals['_TRACEPART']._serialized_end=1001
+  _globals['_WORKER']._serialized_start=1004
+  _globals['_WORKER']._serialized_end=1286
 # @@protoc_insertion_point(module_scope)

@@ -42,7 +42,7 @@ class Holding(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., kind: _Optional[str] = ..., pages: _Optional[int] = ..., deadline_left_s: _Optional[float] = ...) -> None: ...
 
 class AccountsResponse(_message.Message):
-    __slots__ = ("pages_total", "pages_free", "pages_held", "pages_cached", "holdings", "intact", "fault", "preemptions", "recomputed_tokens")
+    __slots__ = ("pages_total", "pages_free", "pages_held", "pages_cached", "holdings", "intact", "fault", "preemptions", "recomputed_tokens", "handoffs", "forks", "shared_pages", "copied_pages")
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,10 @@ class AccountsResponse(_message.Message):
     FAULT_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    FORKS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_PAGES_FIELD_NUMBER: _ClassVar[int]
     pages_total: int
     pages_free: int
     pages_held: int
@@ -61,7 +65,11 @@ class AccountsResponse(_message.Message):
     fault: str
     preemptions: int
     recomputed_tokens: int
-    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., intact: _Optional[bool] = ..., fault: _Optional[str] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+    handoffs: int
+    forks: int
+    shared_pages: int
+    copied_pages: int
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., intact: _Optional[bool] = ..., fault: _Optional[str] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., handoffs: _Optional[int] = ..., forks: _Optional[int] = ..., shared_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
     __slots__ = ("token_ids", "chunk_tokens", "columns")

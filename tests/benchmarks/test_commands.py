@@ -40,7 +40,7 @@ def figures_of(name: str, folder: Path) -> list[dict[str, Any]]:
         ("interference", 7, 5),
         ("memory", 6, 4),
         ("router", 9, 2),
-        ("serving", 21, 1),
+        ("serving", 24, 1),
         ("startup", 1, 0),
     ],
 )

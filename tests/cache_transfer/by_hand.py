@@ -9,6 +9,7 @@ import asyncio
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc
@@ -17,7 +18,7 @@ from blake3 import blake3
 
 from cache_transfer.contract import HandoffIdentity, Ticket, WorkerContract
 from cache_transfer.encoding import encode
-from cache_transfer.messages import Frame, PackedFrame
+from cache_transfer.messages import Frame, Frames, Outgoing, PackedFrames, SharedFrames
 from cache_transfer.push import decode_request
 from cache_transfer.transport import PUSH_METHOD
 from cache_transfer.wire import contract_to_proto, identity_to_proto
@@ -162,17 +163,36 @@ async def _in_thread(push: Callable[[], T]) -> T:
         raise from_rpc_error(error) from None
 
 
+def damaged(packed: PackedFrames, at: int = 0) -> PackedFrames:
+    """A message of gRPC with one bit of one frame's payload turned over."""
+    assert isinstance(packed.data, bytes)
+    request = pb.PushRequest.FromString(packed.data)
+    frame = request.frames.frames[at] if request.HasField("frames") else request.frame
+    payload = bytearray(frame.payload)
+    payload[len(payload) // 2] ^= 4
+    frame.payload = bytes(payload)
+    return replace(packed, data=request.SerializeToString())
+
+
+def in_memory(data: bytes) -> Outgoing:
+    """One message as the transport within a process takes it."""
+    request = decode_request(data)
+    match request:
+        case Frame():
+            return PackedFrames(request, ((request.digest, request.size),))
+        case Frames() | SharedFrames():
+            return PackedFrames(request, tuple((each.digest, each.size) for each in request.frames))
+        case _:
+            return request
+
+
 async def _push_in_memory(pair: Pair, messages: Sequence[bytes]) -> None:
     stream = pair.transport.open(WAIT_S)
     try:
         for place, data in enumerate(messages):
             if place == 1:
                 await stream.receive()  # the grant
-            request = decode_request(data)
-            if isinstance(request, Frame):
-                await stream.send(PackedFrame(request, len(request.payload), request.digest))
-            else:
-                await stream.send(request)
+            await stream.send(in_memory(data))
         await stream.finish_sending()
         while await asyncio.wait_for(stream.receive(), WAIT_S) is not None:
             pass

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from cache_transfer.messages import Frame, Outgoing, PackedFrame
+from cache_transfer.messages import Outgoing, PackedFrames
 from cache_transfer.opening import make_opening
-from cache_transfer.push import decode_request
 from cache_transfer.transport import PushStream
 from pdserve.errors import Cancelled, InvalidRequest, PdserveError
 from pdserve.v1 import transfer_pb2 as pb
-from tests.cache_transfer.by_hand import make_stream
+from tests.cache_transfer.by_hand import in_memory, make_stream
 from tests.cache_transfer.pages import WAIT_S
 from tests.cache_transfer.support import Pair, make_pair, random_cache
 
@@ -23,10 +23,8 @@ EARLY = {"an opening": 0, "a frame": 1, "logits": -2, "a commit": -1}
 def on_its_way(request: pb.PushRequest, kind: str) -> Outgoing:
     """As its transport takes it."""
     data = request.SerializeToString()
-    message = decode_request(data)
-    if not isinstance(message, Frame):
-        return message
-    return PackedFrame(data if kind == "grpc" else message, len(message.payload), message.digest)
+    message = in_memory(data)
+    return replace(message, data=data) if kind == "grpc" and isinstance(message, PackedFrames) else message
 
 
 async def check_ended(pair: Pair, stream: PushStream, error: type[PdserveError], reason: str) -> None:

@@ -142,12 +142,20 @@ def test_pages_of_other_numerics_have_another_name_in_the_index() -> None:
 
 def test_every_field_of_a_contract_is_compared() -> None:
     """A field added to a dataclass must be added to the list above, and so to the diff."""
-    covered = {code.split("[")[0].split(".")[0] for code, _, _ in CHANGES}
+    covered = {code.split("[")[0].split(".")[0] for code, _, _ in CHANGES} | {"LAYER_POSITIONS"}  # the test below
     fields = set(WorkerContract.__dataclass_fields__) - {"positions", "attention", "planes", "version", "info"}
     assert {name.upper() for name in fields} <= covered
     for prefix, record in (("POSITION_SCHEME", PositionScheme), ("ATTENTION", AttentionScheme)):
         codes = {code for code, _, _ in CHANGES}
         assert {f"{prefix}.{name}" for name in record.__dataclass_fields__} <= codes
+
+
+def test_positions_of_single_layers_are_compared_and_named() -> None:
+    none = PositionScheme("none")
+    own, other = (replace(BASE, layer_positions=(POSITIONS, last)) for last in (POSITIONS, none))
+    assert [(d.code, d.kind) for d in diff(own, other)] == [("LAYER_POSITIONS[1]", "must_equal")]
+    assert [d.code for d in diff(BASE, other)] == ["LAYER_POSITIONS[0]", "LAYER_POSITIONS[1]"]
+    assert len({BASE.digest(), own.digest(), other.digest()}) == 3
 
 
 def test_missing_layers_are_named() -> None:

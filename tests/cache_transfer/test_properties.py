@@ -33,9 +33,9 @@ headers = st.builds(
 
 
 def frame_of(header: bytes, payload: bytes) -> bytes:
-    buffer = FrameBuffer(header, len(payload))
-    buffer.payload[:] = payload
-    return buffer.seal(digests.frame_digest(SECRET, header, payload))
+    buffer = FrameBuffer([(header, len(payload))])
+    buffer.payloads[0][:] = payload
+    return buffer.seal([digests.frame_digest(SECRET, header, payload)])
 
 
 @given(headers, st.binary(min_size=1, max_size=100))

@@ -6,14 +6,15 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_transfer.digests import frame_digest
 from cache_transfer.framing import FrameBuffer
-from cache_transfer.messages import Ack, Commit, Frame, Grant, Logits, PackedFrame
+from cache_transfer.messages import MAX_FRAMES, Ack, Commit, Frame, Frames, Grant, Logits
 from cache_transfer.opening import make_opening
 from cache_transfer.push import decode_frame, decode_request, decode_response, encode_request, encode_response
+from cache_transfer.transport import Unpacked
 from pdserve.errors import Internal, InvalidRequest
 from pdserve.v1 import transfer_pb2 as pb
 from tests.cache_transfer.support import make_pair
@@ -24,9 +25,9 @@ sizes = st.sampled_from([1, 40, 41, 83, 84, 85, 127, 128, 16_300, 16_383, 16_384
 
 
 def encode_frame(header: bytes, payload: bytes, digest: bytes = DIGEST) -> bytes:
-    buffer = FrameBuffer(header, len(payload))
-    buffer.payload[:] = payload
-    return buffer.seal(digest)
+    buffer = FrameBuffer([(header, len(payload))])
+    buffer.payloads[0][:] = payload
+    return buffer.seal([digest])
 
 
 @given(st.binary(min_size=1, max_size=200), sizes)
@@ -41,6 +42,30 @@ def test_our_frames_are_the_generated_ones(header: bytes, size: int) -> None:
     assert (bytes(frame.header), bytes(frame.payload), frame.digest) == (header, payload, DIGEST)
 
 
+@settings(max_examples=20)
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=200), sizes), min_size=2, max_size=4))
+def test_our_messages_of_several_frames_are_the_generated_ones(frames: list[tuple[bytes, int]]) -> None:
+    buffer = FrameBuffer(frames)
+    for payload in buffer.payloads:
+        payload[:] = bytes(i % 251 for i in range(len(payload)))
+    ours = buffer.seal([DIGEST] * len(frames))
+    made = [pb.Frame(header=h, payload=bytes(i % 251 for i in range(n)), digest=DIGEST) for h, n in frames]
+    assert ours == pb.PushRequest(frames=pb.Frames(frames=made)).SerializeToString()
+    read = decode_request(ours)
+    assert isinstance(read, Frames)
+    assert [(bytes(f.header), bytes(f.payload), f.digest) for f in read.frames] == [
+        (f.header, f.payload, f.digest) for f in made
+    ]
+    assert all(frame.payload.obj is ours for frame in read.frames)
+
+
+@pytest.mark.parametrize("count", [0, MAX_FRAMES + 1])
+def test_a_message_of_no_or_too_many_frames_is_refused(count: int) -> None:
+    frame = pb.Frame(header=b"header", payload=b"payload", digest=DIGEST)
+    with pytest.raises(InvalidRequest):
+        decode_request(pb.PushRequest(frames=pb.Frames(frames=[frame] * count)).SerializeToString())
+
+
 def test_a_received_frame_is_not_copied() -> None:
     data = encode_frame(b"header", b"payload")
     frame = decode_frame(data)
@@ -49,19 +74,19 @@ def test_a_received_frame_is_not_copied() -> None:
 
 
 def test_a_sealed_frame_can_no_longer_be_written() -> None:
-    buffer = FrameBuffer(b"header", 4)
-    view = buffer.payload
+    buffer = FrameBuffer([(b"header", 4)])
+    [view] = buffer.payloads
     view[:] = b"abcd"
-    buffer.seal(DIGEST)
+    buffer.seal([DIGEST])
     with pytest.raises(ValueError, match="released"):
         view[0] = 0
 
 
 def test_memory_kept_by_a_source_stays_valid() -> None:
-    buffer = FrameBuffer(b"header", 4)
-    kept = np.frombuffer(buffer.payload, np.uint8)
-    buffer.payload[:] = b"abcd"
-    data = buffer.seal(DIGEST)
+    buffer = FrameBuffer([(b"header", 4)])
+    kept = np.frombuffer(buffer.payloads[0], np.uint8)
+    buffer.payloads[0][:] = b"abcd"
+    data = buffer.seal([DIGEST])
     before = sys.getrefcount(data)
     assert kept.tobytes() == b"abcd"
     del kept, buffer
@@ -155,20 +180,22 @@ def test_foreign_answers_are_refused(data: bytes) -> None:
         decode_response(data)
 
 
-async def test_both_transports_pack_the_same_frame() -> None:
+@pytest.mark.parametrize("count", [1, 2, MAX_FRAMES])
+async def test_both_transports_pack_the_same_frames(count: int) -> None:
     def fill(out: memoryview) -> None:
         out[:] = b"payload"
 
     async with make_pair("memory") as memory, make_pair("grpc") as network:
-        left = memory.transport.pack(b"header", 7, fill, b"s" * 32)
-        right = network.transport.pack(b"header", 7, fill, b"s" * 32)
-        assert left.digest == right.digest == frame_digest(b"s" * 32, b"header", b"payload")
-        assert isinstance(left.data, Frame)
+        frames = [Unpacked(b"header", 7, fill)] * count
+        left = memory.transport.pack(frames, b"s" * 32)
+        right = network.transport.pack(frames, b"s" * 32)
+        assert left.frames == right.frames == ((frame_digest(b"s" * 32, b"header", b"payload"), 7),) * count
+        assert isinstance(left.data, Frame if count == 1 else Frames)
         assert isinstance(right.data, bytes)
-        assert decode_frame(right.data) == left.data
+        assert decode_request(right.data) == left.data
         with pytest.raises(TypeError):
             encode_request(left)
         stream = memory.transport.open(1.0)
         with pytest.raises(Internal):
-            await stream.send(PackedFrame(right.data, 7, right.digest))
+            await stream.send(right)
         await stream.close()

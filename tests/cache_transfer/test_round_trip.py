@@ -154,7 +154,7 @@ async def test_the_grant_names_what_is_wanted() -> None:
         ticket, identity = pair.issue(13, start=7)
         stream = pair.transport.open(WAIT_S)
         await stream.send(make_opening(ticket, identity, pair.sends, logits_only=False))
-        assert await stream.receive() == Grant(7, 13, 1 << 20)
+        assert await stream.receive() == Grant(7, 13, 1 << 20, max_frames=64)
         await stream.close()
 
 

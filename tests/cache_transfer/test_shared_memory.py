@@ -16,11 +16,11 @@ from blake3 import blake3
 
 from cache_transfer.codec import encode_header
 from cache_transfer.digests import frame_digest
-from cache_transfer.messages import FrameHeader, Grant, SharedFrame, SharedFrames, SharedMemory
+from cache_transfer.messages import FrameHeader, Grant, PackedFrames, SharedFrame, SharedFrames, SharedMemory
 from cache_transfer.opening import make_opening
 from cache_transfer.receiver import ReceiverSettings
 from cache_transfer.shared import Ring, Shared
-from cache_transfer.transport import PushStream
+from cache_transfer.transport import PushStream, Unpacked
 from pdserve.errors import DataLoss, InvalidRequest, PdserveError
 from tests.cache_transfer.pages import WAIT_S
 from tests.cache_transfer.support import Pair, check_same, make_pair, random_cache
@@ -196,7 +196,7 @@ async def test_a_hostile_payload_is_refused_and_never_written(
             grant = await asyncio.wait_for(stream.receive(), WAIT_S)
             assert isinstance(grant, Grant) and grant.shared
             digest = frame_digest(ticket.secret, header(tokens), b"x" * 48)  # the memory holds zeros
-            await stream.send(SharedFrames((SharedFrame(header(tokens), offset, size, digest),)))
+            await stream.send(PackedFrames(SharedFrames((SharedFrame(header(tokens), offset, size, digest),)), ()))
             with pytest.raises(error) as caught:
                 await asyncio.wait_for(stream.receive(), WAIT_S)
             assert getattr(caught.value, "reason", None) == reason
@@ -212,7 +212,7 @@ async def test_shared_frames_without_an_agreement_are_out_of_order() -> None:
         await stream.send(make_opening(ticket, identity, pair.sends, logits_only=False))
         grant = await asyncio.wait_for(stream.receive(), WAIT_S)
         assert isinstance(grant, Grant) and not grant.shared
-        await stream.send(SharedFrames((SharedFrame(header(1), 0, 48, bytes(32)),)))
+        await stream.send(PackedFrames(SharedFrames((SharedFrame(header(1), 0, 48, bytes(32)),)), ()))
         with pytest.raises(InvalidRequest) as caught:
             await asyncio.wait_for(stream.receive(), WAIT_S)
         assert caught.value.reason == "MESSAGE_ORDER"
@@ -226,10 +226,12 @@ async def test_what_is_changed_after_its_copy_does_not_reach_the_pages() -> None
     try:
         shared = Shared.open(ring.offer, SECRET)
         try:
-            packed = ring.pack(b"header", 16, lambda out: out.__setitem__(slice(None), b"a" * 16), SECRET)
-            assert isinstance(packed.data, SharedFrame)
-            copy = shared.read(packed.data, memoryview(bytearray(16)))
-            os.pwrite(ring.offer.fd, b"b" * 16, packed.data.offset)
+            frame = Unpacked(b"header", 16, lambda out: out.__setitem__(slice(None), b"a" * 16))
+            packed = ring.pack([frame], SECRET)
+            assert isinstance(packed.data, SharedFrames)
+            [placed] = packed.data.frames
+            copy = shared.read(placed, memoryview(bytearray(16)))
+            os.pwrite(ring.offer.fd, b"b" * 16, placed.offset)
             assert bytes(copy) == b"a" * 16
         finally:
             shared.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 from decode_worker.memory import Memory
 from decode_worker.sampling import Choice
-from decode_worker.sequence import Sequence, State
+from decode_worker.sequence import FirstLogits, Sequence, State
 from decode_worker.step import DecodeOutput
 from pdserve.engine.plan import StepCounters
 from tests.decode_worker.test_scheduler import Bench
@@ -25,15 +25,16 @@ class Pool(Bench):
         super().__init__(pages, **settings)
         self.slots: dict[tuple[int, int], object] = {}
         self.refused = 0
+        self.woken = False  # since the last plan began
 
     @staticmethod
-    def model(tokens: Series[int]) -> int:
-        return (3 * sum(tokens) + 5 * tokens[-1] + len(tokens)) % 7
+    def model(tokens: Series[int], choice: int = 0) -> int:
+        return (3 * sum(tokens) + 5 * tokens[-1] + len(tokens) + choice) % 7
 
-    def expected(self, ids: tuple[int, ...], output: int) -> list[int]:
+    def expected(self, ids: tuple[int, ...], output: int, choice: int = 0) -> list[int]:
         tokens = list(ids)
         for _ in range(output):
-            tokens.append(self.model(tokens))
+            tokens.append(self.model(tokens, choice))
         return tokens[len(ids) :]
 
     def start(self, key: str, ids: tuple[int, ...], output: int, tenant: str = "t") -> Sequence:
@@ -62,23 +63,36 @@ class Pool(Bench):
     def step(self) -> list[str]:
         """One step of the model; returns the keys of those that got a token."""
         scheduler = self.scheduler
+        self.woken = False
         plan = scheduler.plan()
-        if not plan.size:
+        if not plan.size and not self.woken:
             assert not scheduler.plan().size  # the loop sleeps now: whoever could run would not be asked again
         known = {s.key: s for s in scheduler.running}
         written: set[int] = set()
+        for source, target in plan.copies:
+            self.slots |= {(target, n): self.slots[source, n] for n in range(PAGE) if (source, n) in self.slots}
         for chunk in plan.step.chunks:
             sequence, end = known[chunk.key], chunk.start + len(chunk.ids)
             assert chunk.ids == sequence.tokens(chunk.start, end) and len(chunk.pages) * PAGE >= end
             own = set(chunk.pages[chunk.start // PAGE :])
             assert not own & written  # two sequences never write one page
+            held = [s for s in known.values() if s is not sequence and own & set(s.pages)]
+            assert not held, f"{chunk.key} writes in pages of {held[0].key}"
             written |= own
             self.check(sequence, chunk.start, chunk.pages)
             self.write(sequence, chunk.start, end, chunk.pages)
-        tokens = {key: self.model(known[key].tokens(0, known[key].length)) for key in plan.samplers}
-        scheduler.apply(plan, DecodeOutput({key: Choice(token) for key, token in tokens.items()}, StepCounters()))
+        chosen = {
+            key: Choice(self.model(known[key].tokens(0, known[key].length), known[key].generation.choice))
+            for key in plan.samplers
+        }
+        kept = {key: FirstLogits("fp32", b"") for key in plan.kept}
+        scheduler.apply(plan, DecodeOutput(chosen, StepCounters(), kept))
         self.blocks.check_integrity()
         return list(plan.samplers)
+
+    def wake(self) -> None:
+        """A prompt that is computed here may begin."""
+        self.woken = True
 
     def read(self, *sequences: Sequence) -> None:
         """Their readers catch up."""

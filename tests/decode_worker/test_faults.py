@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cache_transfer.contract import HandoffIdentity, Ticket
-from cache_transfer.messages import Outgoing, PackedFrame
+from cache_transfer.messages import Outgoing, PackedFrames
 from cache_transfer.transport import PushStream
 from cache_transfer.wire import contract_to_proto, identity_from_proto, identity_to_proto, ticket_to_proto
 from decode_worker.admission import DecodeRequest
@@ -31,6 +31,7 @@ from pdserve.errors import (
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.v1 import common_pb2, decode_pb2
+from tests.cache_transfer.by_hand import damaged
 from tests.decode_worker.rig import WAIT_S, Call, Rig, local, rig
 from tests.engine.tiny import prompt, tiny_engine
 
@@ -338,11 +339,7 @@ class Tamper:
         send = stream.send
 
         async def tampered(message: Outgoing) -> None:
-            if isinstance(message, PackedFrame):
-                data = bytearray(message.data)  # type: ignore[arg-type]
-                data[len(data) // 2] ^= 1
-                message = replace(message, data=bytes(data))
-            await send(message)
+            await send(damaged(message) if isinstance(message, PackedFrames) else message)
 
         stream.send = tampered  # type: ignore[method-assign]
         return stream

@@ -85,7 +85,7 @@ def test_the_younger_one_waits_for_a_page_and_loses_its_own_only_when_an_older_o
 def test_of_several_the_youngest_goes_first() -> None:
     pool = Pool(pages=6)
     a, b, c = (pool.start(key, prompt(n, seed=n), 8) for key, n in (("a", 7), ("b", 5), ("c", 4)))
-    while not pool.scheduler.preemptions:
+    while not pool.scheduler.counters.preemptions:
         pool.read()
         pool.step()
     assert [s.state for s in (a, b, c)] == [State.DECODING, State.DECODING, State.PREEMPTED]
@@ -125,7 +125,7 @@ def test_one_that_cannot_grow_because_of_pins_alone_steps_back_for_others() -> N
     pool.finish()
     assert waiting.generation.output == pool.expected((*prompt(5), 1), 2)
     assert a.generation.output == pool.expected(prompt(9, seed=1), 24)
-    assert pool.scheduler.preemptions == 1 and pool.scheduler.recomputed_tokens < 28
+    assert pool.scheduler.counters.preemptions == 1 and pool.scheduler.recomputed_tokens < 28
 
 
 def test_one_that_steps_back_from_a_pin_of_its_own_content_goes_on_with_that() -> None:

@@ -87,7 +87,7 @@ async def test_equal_bits_wherever_it_is_preempted(dtype: str, params: SamplingP
         with preempting(r, at):
             check(await r.generate(prompt(13), params), wanted)
         scheduler = r.worker.pipeline.scheduler
-        assert scheduler.preemptions == len(at) and scheduler.recomputed_tokens >= 13
+        assert scheduler.counters.preemptions == len(at) and scheduler.recomputed_tokens >= 13
 
 
 @pytest.mark.parametrize("at", [(0,), (5,), (11,), (12, 14)], ids=str)
@@ -123,9 +123,9 @@ async def test_six_requests_in_a_pool_for_two_all_finish(dtype: str) -> None:
         answers = await asyncio.gather(*(r.generate(ids, SHAPED) for ids in prompts))
         for answer, expected in zip(answers, wanted, strict=True):
             check(answer, expected)
-        assert r.worker.pipeline.scheduler.preemptions > 0
+        assert r.worker.pipeline.scheduler.counters.preemptions > 0
         accounts = await r.about.Accounts(worker_pb2.AccountsRequest())
-        assert accounts.preemptions == r.worker.pipeline.scheduler.preemptions
+        assert accounts.preemptions == r.worker.pipeline.scheduler.counters.preemptions
         assert accounts.recomputed_tokens == r.worker.pipeline.scheduler.recomputed_tokens > 0
         assert accounts.intact
 
@@ -137,7 +137,7 @@ async def test_a_watermark_spares_work() -> None:
     async with rig(decode=tiny_engine(deterministic=True, pages=16), growth_watermark=0.6) as r:
         answers = await asyncio.gather(*(r.generate(ids, GREEDY) for ids in prompts))
         assert [a.ids for a in answers] == [w.ids for w in wanted]
-        assert r.worker.pipeline.scheduler.preemptions == 0
+        assert r.worker.pipeline.scheduler.counters.preemptions == 0
 
 
 async def test_the_answer_to_a_whole_pool_waits_for_the_others_and_finishes() -> None:
@@ -278,7 +278,7 @@ async def test_growth_waits_for_a_cache_in_transfer_and_goes_on_when_that_breaks
             pushing.cancel()
             await asyncio.wait({pushing})
             assert (await call.answer()).ids == undisturbed([prompt(9)], params)[0].ids
-        assert r.worker.pipeline.scheduler.preemptions == 0
+        assert r.worker.pipeline.scheduler.counters.preemptions == 0
 
 
 async def test_pins_that_keep_one_from_growing_end_with_their_requests_or_tickets() -> None:

@@ -11,9 +11,16 @@ from pdserve.errors import Refused
 from tests.decode_worker.pool import Pool
 
 
-@pytest.mark.parametrize(("seed", "watermark"), [(0, 0.0), (15, 0.0), (22, 0.1), (12, 0.3)])
-def test_random_traffic_on_eight_pages_stalls_nobody_and_never_reads_a_wrong_page(seed: int, watermark: float) -> None:
-    """Requests come, wait, are pushed, abandoned, cancelled, paused and preempted in any order."""
+@pytest.mark.parametrize(
+    ("seed", "watermark", "several"),
+    [(0, 0.0, False), (15, 0.0, False), (22, 0.1, False), (12, 0.3, False), (3, 0.0, True), (4, 0.2, True)],
+)
+def test_random_traffic_on_eight_pages_stalls_nobody_and_never_reads_a_wrong_page(
+    seed: int, watermark: float, several: bool
+) -> None:
+    """Requests come, wait, are pushed, abandoned, cancelled, paused and preempted in any order; some have `several`
+    outputs, and some prompts are computed here.
+    """
     draw = random.Random(seed)
     pool = Pool(pages=8, growth_watermark=watermark, recompute_tokens=3)
     wanted: dict[str, tuple[Sequence, list[int]]] = {}
@@ -26,10 +33,14 @@ def test_random_traffic_on_eight_pages_stalls_nobody_and_never_reads_a_wrong_pag
                 earlier = draw.choice([s for s, _ in wanted.values()])
                 ids = (*earlier.tokens(0, draw.randrange(1, 13)), 1)
             output = draw.randrange(1, 19)
-            made = pool.sequence(f"s{number}", ids, output, draw.choice("tu"))
-            wanted[made.key] = (made, pool.expected(ids, output))
-        elif action < 0.3 and waiting:
-            pool_turn(pool, draw.choice(waiting), draw)
+            choices = draw.choice((0, 0, 1, 2, 3)) if several else 0
+            made = pool.sequence(f"s{number}", ids, output, draw.choice("tu"), choices)
+            for one in made.choices or (made,):
+                wanted[one.key] = (one, pool.expected(ids, output, one.generation.choice))
+            if several and draw.random() < 0.3:
+                pool.scheduler.compute_here(made, len(ids) + output - 1, pool.wake)
+        elif action < 0.3 and (handed := [s for s in waiting if not s.here]):
+            pool_turn(pool, draw.choice(handed), draw)
         elif action < 0.31 and (here := [*waiting, *pool.scheduler.running]):
             pool.scheduler.leave(draw.choice(here), State.ABORTED, Refused("gone"))
         elif action < 0.5 and pool.scheduler.running:
@@ -40,7 +51,7 @@ def test_random_traffic_on_eight_pages_stalls_nobody_and_never_reads_a_wrong_pag
     for _ in range(400):
         if pool.scheduler.idle:
             break
-        for sequence in list(pool.scheduler.waiting):
+        for sequence in [s for s in pool.scheduler.waiting if not s.here]:
             pool_turn(pool, sequence, None)
         pool.read()
         pool.step()
@@ -48,7 +59,9 @@ def test_random_traffic_on_eight_pages_stalls_nobody_and_never_reads_a_wrong_pag
     done = [(s.generation.output, expected) for s, expected in wanted.values() if s.state is State.DONE]
     assert all(output == expected for output, expected in done)
     assert len(done) > 60
-    assert watermark or (pool.scheduler.preemptions > 30 and pool.scheduler.recomputed_tokens > 200)
+    counters = pool.scheduler.counters
+    assert not several or (counters.forks > 60 and 0 < counters.copied_pages < counters.shared_pages)
+    assert watermark or (pool.scheduler.counters.preemptions > 30 and pool.scheduler.recomputed_tokens > 200)
 
 
 def pool_turn(pool: Pool, sequence: Sequence, draw: random.Random | None) -> None:

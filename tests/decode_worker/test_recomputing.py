@@ -17,7 +17,7 @@ def test_when_no_page_is_left_the_youngest_loses_its_own_and_ends_up_with_the_sa
         assert "a" in got  # the oldest never waits
         if b.state is State.PREEMPTED:
             assert b.pages == b.held == () and b.cached == 0 and b.key not in pool.blocks.holdings()
-    assert pool.scheduler.preemptions == 1
+    assert pool.scheduler.counters.preemptions == 1
     pool.finish()
     assert a.generation.output == pool.expected(prompt(7), 14)
     assert b.generation.output == pool.expected(prompt(7, seed=1), 14)
@@ -89,7 +89,7 @@ def test_preempted_twice_once_in_the_middle_of_recomputing() -> None:
     assert pool.blocks.cached_count == 2  # what was computed again is findable again
     pool.finish()
     assert a.generation.output == pool.expected(prompt(15), 20)
-    assert pool.scheduler.preemptions == 2
+    assert pool.scheduler.counters.preemptions == 2
 
 
 def test_the_last_token_is_computed_even_if_another_sequence_left_a_page_with_it() -> None:

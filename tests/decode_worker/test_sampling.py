@@ -19,18 +19,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from decode_worker.sampling import (
-    Choice,
-    Sampler,
-    _greedy_batch,
-    draw,
-    filtered,
-    gumbel,
-    noise_bits,
-    noise_key,
-    raw_logprobs,
-    sample,
-)
+from decode_worker.noise import draw, gumbel, noise_bits, noise_key
+from decode_worker.sampling import Choice, Sampler, _greedy_batch, filtered, raw_logprobs, sample
 from pdserve.errors import Internal
 from pdserve.request import SamplingParams
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,15 +34,27 @@ class Bench:
         given: dict[str, Any] = {"max_queue": 8, "max_batch": 4, **settings}
         self.scheduler = Scheduler(self.blocks, on_exit=lambda _, o: self.left.append(o), **given)
 
-    def sequence(self, key: str, ids: tuple[int, ...], output: int, tenant: str = "t") -> Sequence:
+    def sequence(self, key: str, ids: tuple[int, ...], output: int, tenant: str = "t", choices: int = 0) -> Sequence:
+        """One that waits; with `choices` it only brings the cache for so many outputs."""
         params = SamplingParams(temperature=0, max_tokens=output)
         made = Sequence(
             key=key,
             request=DecodeRequest(key, "", tenant, None, ids, (), 0, params, CONTRACT),
             generation=Generation(ids, params, output),
-            stream=EventStream(limit=4),
+            stream=EventStream(limit=4, outputs=max(1, choices)),
             prefix=Prefix(tenant.encode(), ids, 4),
             cache_tokens=len(ids) + output - 1 if output > 1 else 0,
+        )
+        made.choices = tuple(
+            replace(
+                made,
+                key=f"{key}/{number}",
+                generation=Generation(ids, params, output, choice=number),
+                prefix=made.prefix.copy(),
+                state=State.VERIFIED,
+                origin=made,
+            )
+            for number in range(choices)
         )
         self.scheduler.submit(made)
         return made

@@ -6,16 +6,18 @@ The damaged one fails or, tried again, answers as one process does; the other al
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from cache_transfer.messages import PackedFrame
-from cache_transfer.transport import Fill, GrpcTransport
+from cache_transfer.messages import PackedFrames
+from cache_transfer.transport import GrpcTransport, Unpacked
 from cache_transfer.wire import contract_to_proto
 from pdserve.errors import DataLoss
 from pdserve.request import SamplingParams
 from pdserve.rpc.channel import channel
 from pdserve.v1 import decode_pb2
+from tests.cache_transfer.by_hand import damaged
 from tests.decode_worker.rig import Call, Rig, local, rig
 from tests.engine.tiny import prompt, tiny_engine
 
@@ -32,15 +34,10 @@ class Damaging(GrpcTransport):
         super().__init__(link)  # type: ignore[arg-type]
         self._left = at
 
-    def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
-        packed = super().pack(header, payload_bytes, fill, secret)
-        self._left -= 1
-        if self._left != -1:
-            return packed
-        assert isinstance(packed.data, bytes)
-        data = bytearray(packed.data)
-        data[len(data) // 2] ^= 4
-        return PackedFrame(bytes(data), packed.payload_bytes, packed.digest)
+    def pack(self, frames: Sequence[Unpacked], secret: bytes) -> PackedFrames:
+        packed = super().pack(frames, secret)
+        at, self._left = self._left, self._left - len(frames)
+        return damaged(packed, at) if 0 <= at < len(frames) else packed
 
 
 async def retry(call: Call) -> None:

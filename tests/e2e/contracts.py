@@ -65,6 +65,7 @@ CHANGES: dict[str, Change] = {
     "CONTRACT_VERSION": _plain("version", 2),
     "MODEL_DIGEST": _plain("model_digest", b"x" * 32),
     **{f"POSITION_SCHEME.{f.name}": _position(f.name) for f in fields(PositionScheme)},
+    "LAYER_POSITIONS[1]": lambda c: replace(c, layer_positions=(c.positions,) * len(c.planes)),
     **{f"ATTENTION.{f.name}": _attention(f.name) for f in fields(AttentionScheme)},
     "LAYERS": _one_layer_less,
     "PLANES[0]": _extra_plane,
@@ -77,6 +78,7 @@ CHANGES: dict[str, Change] = {
 }
 # Fields that cannot change without others, in the order of the diff.
 TOGETHER = {
+    "LAYER_POSITIONS[1]": ("LAYER_POSITIONS[0]", "LAYER_POSITIONS[1]", "LAYER_POSITIONS[2]"),
     "LAYERS": ("ATTENTION.sliding_window", "LAYERS", "PLANES[2]", "PLANES[2].k.heads", "PLANES[2].k.head_dim",
                "PLANES[2].v.heads", "PLANES[2].v.head_dim"),
     "PLANES[0]": ("PLANES[0]", "PLANES[0].index.heads", "PLANES[0].index.head_dim"),

@@ -26,6 +26,7 @@ from pdserve.registry.records import Registry
 from pdserve.registry.settings import RegistrySettings
 from pdserve.request import SamplingParams
 from pdserve.rpc.channel import ChannelPool
+from pdserve.rpc.settings import RpcSettings
 from pdserve.tokenizer import Bundle
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from prefill_worker.settings import PrefillSettings
@@ -200,13 +201,20 @@ def _idle(worker: Worker) -> bool:
 
 
 @asynccontextmanager
-async def stack(**settings: Any) -> AsyncIterator[Stack]:
-    """A router without workers. At the end nothing may be held; then all of it stops."""
+async def stack(
+    *, caller: RpcSettings | None = None, operator: RpcSettings | None = None, **settings: Any
+) -> AsyncIterator[Stack]:
+    """A router without workers. At the end nothing may be held; then all of it stops.
+
+    Args:
+        caller: how the client connects.
+        operator: how the accounts of workers are asked for.
+    """
     torch.set_num_threads(1)
     router = Router(RouterSettings(**{"port": 0, "http_port": 0, "refresh_s": 0.05, "registry": LEASE, **settings}))
     await router.start()
-    async with AsyncClient(router.address) as client:
-        made = Stack(router, client, ChannelPool())
+    async with AsyncClient(router.address, caller) as client:
+        made = Stack(router, client, ChannelPool(operator))
         try:
             yield made
             await made.check_free()

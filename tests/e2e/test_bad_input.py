@@ -7,6 +7,7 @@ answer that it would get alone; nothing stays held.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 from collections.abc import AsyncIterator
@@ -35,7 +36,7 @@ from tests.router.support import CONTEXT, VOCAB, bundle, model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TEXT, IDS = "text", "ids"  # served models: with a tokenizer, and without one
+TEXT, IDS, RAISES = "text", "ids", "raises"  # served models: with a tokenizer, without one, with a template that raises
 POOL = 200  # tokens that fit the pages of TEXT's workers; fewer than its context
 ENGINE = EngineConfig(dtype="fp32", pages=POOL // 4, page_size=4, deterministic=True)
 GOOD_IDS = prompt(30, seed=1, vocab=VOCAB)
@@ -49,6 +50,9 @@ async def shared() -> AsyncIterator[Stack]:
         await it.add_decode(WatchedEngine(model(), ENGINE), bundle=bundle(), name=TEXT)
         await it.add_prefill(name=IDS)
         await it.add_decode(name=IDS)
+        raising = dataclasses.replace(bundle(), chat_template="{{ raise_exception('roles must alternate') }}")
+        await it.add_prefill(WatchedEngine(model(), ENGINE), bundle=raising, name=RAISES)
+        await it.add_decode(WatchedEngine(model(), ENGINE), bundle=raising, name=RAISES)
         yield it
 
 
@@ -84,6 +88,7 @@ def asked(ids: Any = (1, 2, 3), model: str = TEXT, **sampling: Any) -> gateway_p
     )
 
 
+SAID = gateway_pb2.ChatPrompt(messages=[gateway_pb2.ChatMessage(role="user", content="the cat")])
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 GRPC: dict[str, tuple[gateway_pb2.GenerateRequest, grpc.StatusCode, str, str]] = {
     "no prompt": (gateway_pb2.GenerateRequest(model=TEXT), INVALID, "prompt", "EMPTY_PROMPT"),
@@ -107,6 +112,9 @@ GRPC: dict[str, tuple[gateway_pb2.GenerateRequest, grpc.StatusCode, str, str]] =
     "unknown stop id": (asked(stop_token_ids=[VOCAB]), INVALID, "stop_token_ids", "INVALID_STOP_TOKEN_IDS"),
     "stop string without a tokenizer": (asked(model=IDS, stop=["x"]), INVALID, "stop", "NO_TOKENIZER"),
     "text without a tokenizer": (gateway_pb2.GenerateRequest(model=IDS, text="x"), INVALID, "prompt", "NO_TOKENIZER"),
+    "a template that raises": (
+        gateway_pb2.GenerateRequest(model=RAISES, chat=SAID), INVALID, "messages", "CHAT_TEMPLATE"
+    ),
     "no output": (asked(max_tokens=0), INVALID, "max_tokens", "INVALID_MAX_TOKENS"),
     "more output than there is room": (asked(min_tokens=POOL), INVALID, "min_tokens", "INVALID_MIN_TOKENS"),
 }  # fmt: skip
@@ -146,6 +154,7 @@ HTTP: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "bias of a negative id": ({"logit_bias": {"-1": 1}}, 400, "logit_bias", "invalid_logit_bias"),
     "bias of no id": ({"logit_bias": {"cat": 1}}, 400, "logit_bias", "invalid_field"),
     "a model without a tokenizer": ({"model": IDS}, 400, "prompt", "no_tokenizer"),
+    "a template that raises": ({"model": RAISES}, 400, "messages", "chat_template"),
     "unknown stop id": ({"stop_token_ids": [VOCAB]}, 400, "stop_token_ids", "invalid_stop_token_ids"),
     "unknown field": ({"temprature": 1}, 400, "temprature", "unknown_field"),
 }

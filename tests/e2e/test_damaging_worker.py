@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
 
-from cache_transfer.messages import PackedFrame
-from cache_transfer.transport import Fill, GrpcTransport
+from cache_transfer.messages import PackedFrames
+from cache_transfer.transport import GrpcTransport, Unpacked
 from pdserve.client.events import Event, Tokens
 from pdserve.errors import DataLoss
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import HandoffRecord
 from prefill_worker.worker import PrefillWorker
+from tests.cache_transfer.by_hand import damaged
 from tests.e2e.stack import Stack, alone, stack
 from tests.engine.tiny import prompt
 
@@ -25,12 +26,11 @@ IDS = prompt(40, seed=2)
 class Damaging(GrpcTransport):
     """Turns over one bit of each frame's payload, after its digest was made."""
 
-    def pack(self, header: bytes, payload_bytes: int, fill: Fill, secret: bytes) -> PackedFrame:
-        packed = super().pack(header, payload_bytes, fill, secret)
-        assert isinstance(packed.data, (bytes, bytearray, memoryview))
-        data = bytearray(packed.data)
-        data[len(data) // 2] ^= 1
-        return replace(packed, data=bytes(data))
+    def pack(self, frames: Sequence[Unpacked], secret: bytes) -> PackedFrames:
+        packed = super().pack(frames, secret)
+        for at in range(len(frames)):
+            packed = damaged(packed, at)
+        return packed
 
 
 def damage(worker: PrefillWorker) -> None:

@@ -90,7 +90,7 @@ async def test_the_router_remembers_prefixes_by_tenant(made: Stack) -> None:
     ids = prompt(LENGTH, seed=3)
     await ask(made, "acme", ids)
     contract = made.prefills[0].contract.digest()
-    memory = made.router.orchestrator._planner._prefixes
+    memory = made.router.orchestrator.prefixes
     held = {name: memory.held_tokens(chain(ids, contract, None, name)) for name in (*KEYS, "default")}
     assert held == {
         "acme": {worker.incarnation: 32 for worker in made.workers},  # one whole block of it

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from cache_transfer.contract import PositionScheme
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.spec import ModelSpec
 
@@ -29,42 +30,54 @@ def logits(model: LoadedModel, ids: Sequence[int]) -> Tensor:
         if s.out_width:
             x = _affine(t, "out_proj", x)
         head = t["embed"] if s.tied_head else t["head.weight"]
-        rows.append(head @ x + (t["head.bias"] if s.head_bias else 0.0))
+        row = (head @ x + (t["head.bias"] if s.head_bias else 0.0)) * s.logit_scale
+        rows.append(_cap(s.logit_soft_cap, row))
     return torch.stack(rows)
 
 
 def _embed(s: ModelSpec, t: Mapping[str, Tensor], token: int, position: int) -> Tensor:
-    x = t["embed"][token]
+    x = t["embed"][token] * s.embed_scale
     if s.embed_width:
         x = _affine(t, "in_proj", x)
-    return x + t["pos"][position] if s.positions.kind == "learned" else x
+    if s.positions.kind == "learned":
+        x = x + t["pos"][position]
+    return _norm(s, t, "embed_norm", x) if s.embed_norm else x
 
 
 def _layer(s: ModelSpec, t: Mapping[str, Tensor], layer: int, xs: list[Tensor]) -> list[Tensor]:
     p = f"layers.{layer}."
-    inputs = [_norm(s, t, p + "attn_norm", x) if s.norm_order == "pre" else x for x in xs]
-    q = [_heads(s, t, p + "q", h, s.heads, position) for position, h in enumerate(inputs)]
-    k = [_heads(s, t, p + "k", h, s.kv_heads, position) for position, h in enumerate(inputs)]
+    before = s.norm_order in ("pre", "sandwich")
+    inputs = [_norm(s, t, p + "attn_norm", x) if before else x for x in xs]
+    scheme = s.positions_of(layer)
+    q = [_heads(s, t, p + "q", h, s.heads, position, scheme) for position, h in enumerate(inputs)]
+    k = [_heads(s, t, p + "k", h, s.kv_heads, position, scheme) for position, h in enumerate(inputs)]
     v = [_affine(t, p + "v", h).reshape(s.kv_heads, s.head_dim) for h in inputs]
     outputs = []
     for i, x in enumerate(xs):
-        heads = [_attend(s, layer, i, q[i][h], [row[h * s.kv_heads // s.heads] for row in k],
+        heads = [_attend(s, layer, i, h, q[i][h], [row[h * s.kv_heads // s.heads] for row in k],
                          [row[h * s.kv_heads // s.heads] for row in v]) for h in range(s.heads)]  # fmt: skip
-        y = x + _affine(t, p + "o", torch.cat(heads))
-        if s.norm_order == "pre":
-            outputs.append(y + _mlp(s, t, p, _norm(s, t, p + "mlp_norm", y)))
-        else:
-            y = _norm(s, t, p + "attn_norm", y)
-            outputs.append(_norm(s, t, p + "mlp_norm", y + _mlp(s, t, p, y)))
+        mlp = _experts if s.has_experts(layer) else _mlp
+        attended = _affine(t, p + "o", torch.cat(heads))
+        if s.norm_order == "post":
+            y = _norm(s, t, p + "attn_norm", x + attended * s.residual_scale)
+            outputs.append(_norm(s, t, p + "mlp_norm", y + mlp(s, t, p, y) * s.residual_scale))
+            continue
+        after = s.norm_order in ("branch", "sandwich")
+        y = x + (_norm(s, t, p + "attn_out_norm", attended) if after else attended) * s.residual_scale
+        z = x if s.parallel else y
+        added = mlp(s, t, p, _norm(s, t, p + "mlp_norm", z) if before else z)
+        outputs.append(y + (_norm(s, t, p + "mlp_out_norm", added) if after else added) * s.residual_scale)
     return outputs
 
 
-def _attend(s: ModelSpec, layer: int, i: int, q: Tensor, ks: list[Tensor], vs: list[Tensor]) -> Tensor:
+def _attend(s: ModelSpec, layer: int, i: int, head: int, q: Tensor, ks: list[Tensor], vs: list[Tensor]) -> Tensor:
     window = s.window(layer)
     seen = [j for j in range(i + 1) if not window or i - j < window]
     scores = [float(q @ ks[j]) * s.scale for j in seen]
     if s.soft_cap:
         scores = [s.soft_cap * math.tanh(score / s.soft_cap) for score in scores]
+    if s.positions.kind == "alibi":
+        scores = [score - _slope(head, s.heads) * (i - j) for score, j in zip(scores, seen, strict=True)]
     weights = [math.exp(score - max(scores)) for score in scores]
     total = torch.zeros_like(vs[0])
     for weight, j in zip(weights, seen, strict=True):
@@ -72,31 +85,50 @@ def _attend(s: ModelSpec, layer: int, i: int, q: Tensor, ks: list[Tensor], vs: l
     return total
 
 
-def _heads(s: ModelSpec, t: Mapping[str, Tensor], name: str, h: Tensor, heads: int, position: int) -> Tensor:
+def _slope(head: int, heads: int) -> float:
+    """ALiBi's slopes as its authors compute them, recursively."""
+    if math.log2(heads).is_integer():
+        start = 2 ** (-(2 ** -(math.log2(heads) - 3)))
+        return float(start * start**head)
+    lower = 2 ** math.floor(math.log2(heads))
+    return _slope(head, lower) if head < lower else _slope(2 * (head - lower), 2 * lower)
+
+
+def _cap(cap: float, x: Tensor) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def _heads(
+    s: ModelSpec, t: Mapping[str, Tensor], name: str, h: Tensor, heads: int, position: int, scheme: PositionScheme
+) -> Tensor:
     rows = _affine(t, name, h).reshape(heads, s.head_dim)
-    if s.qk_norm:
-        scale = t[name + "_norm.scale"]
+    if s.qk_norm and s.qk_norm_whole:
+        rows = rows / torch.sqrt((rows * rows).mean() + s.norm_eps) * t[name + "_norm.scale"].reshape(rows.shape)
+    elif s.qk_norm:
+        scale = t[name + "_norm.scale"] + s.norm_offset
         rows = torch.stack([row / torch.sqrt((row * row).mean() + s.norm_eps) * scale for row in rows])
-    return torch.stack([_rotate(s, row, position) for row in rows])
+    return torch.stack([_rotate(scheme, row, position) for row in rows])
 
 
-def _rotate(s: ModelSpec, row: Tensor, position: int) -> Tensor:
-    if s.positions.kind != "rope":
+def _rotate(scheme: PositionScheme, row: Tensor, position: int) -> Tensor:
+    if scheme.kind != "rope":
         return row
-    half, out = s.positions.dims // 2, row.clone()
+    half, out = scheme.dims // 2, row.clone()
     for pair in range(half):
-        angle = position * _frequency(s, pair)
+        angle = position * _frequency(scheme, pair)
         a, b = row[pair], row[pair + half]
         out[pair] = a * math.cos(angle) - b * math.sin(angle)
         out[pair + half] = b * math.cos(angle) + a * math.sin(angle)
     return out
 
 
-def _frequency(s: ModelSpec, pair: int) -> float:
-    plain: float = s.positions.theta ** (-2 * pair / s.positions.dims)
-    if s.positions.scaling == "none":
+def _frequency(scheme: PositionScheme, pair: int) -> float:
+    plain: float = scheme.theta ** (-2 * pair / scheme.dims)
+    if scheme.scaling == "none":
         return plain
-    options, turns = dict(s.positions.scaling_parameters), s.positions.original_max_positions * plain / (2 * math.pi)
+    options, turns = dict(scheme.scaling_parameters), scheme.original_max_positions * plain / (2 * math.pi)
+    if scheme.scaling == "linear":
+        return plain / options["factor"]
     if turns < options["low_freq_factor"]:
         return plain / options["factor"]
     if turns > options["high_freq_factor"]:
@@ -109,6 +141,17 @@ def _mlp(s: ModelSpec, t: Mapping[str, Tensor], p: str, z: Tensor) -> Tensor:
     if s.mlp == "plain":
         return _affine(t, p + "down", _act(s.activation, _affine(t, p + "up", z)))
     return _affine(t, p + "down", _act(s.activation, _affine(t, p + "gate", z)) * _affine(t, p + "up", z))
+
+
+def _experts(s: ModelSpec, t: Mapping[str, Tensor], p: str, z: Tensor) -> Tensor:
+    scores = [math.exp(float(score)) for score in t[p + "router.weight"] @ z]
+    best = sorted(range(s.experts), key=lambda e: -scores[e])[: s.active_experts]
+    total = sum(scores[e] for e in best) if s.norm_experts else sum(scores)
+    out = torch.zeros_like(z)
+    for e in best:
+        inner = _act(s.activation, t[p + "expert_gate.weight"][e] @ z) * (t[p + "expert_up.weight"][e] @ z)
+        out = out + scores[e] / total * (t[p + "expert_down.weight"][e] @ inner)
+    return out
 
 
 def _act(name: str, x: Tensor) -> Tensor:
@@ -126,7 +169,7 @@ def _norm(s: ModelSpec, t: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor
         x = x - x.mean()
     x = x / torch.sqrt((x * x).mean() + s.norm_eps)
     if s.norm_scale:
-        x = x * t[name + ".scale"]
+        x = x * (t[name + ".scale"] + s.norm_offset)
     return x + t[name + ".shift"] if s.norm_shift else x
 
 

@@ -109,6 +109,8 @@ def test_the_slower_of_compute_and_traffic_is_the_bound() -> None:
         TINY,
         spec(mlp="plain", activation="gelu", norm="layer", norm_shift=True, kv_heads=2),
         spec(embed_width=24, out_width=40, tied_head=False),
+        spec(norm_order="sandwich", embed_norm=True, logit_soft_cap=3.0),
+        spec(experts=5, active_experts=2, expert_width=40, dense_layers=(0,)),
     ],
 )
 def test_flops_are_those_that_torch_counts(of: ModelSpec) -> None:
@@ -135,6 +137,39 @@ def test_a_decode_step_reads_every_weight_once(of: ModelSpec) -> None:
         matrices["head"] = tensors["embed"]
     looked_up = found.row("embedding").weight_bytes
     assert found.weight_bytes - looked_up == sum(tensor.nbytes for tensor in matrices.values())
+
+
+# Experts of the published sizes: (spec, parameters in all, parameters that a token uses), in billions.
+MIXTURES = {
+    "Mixtral-8x7B": (
+        ModelSpec(
+            vocab_size=32000, width=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn_width=14336,
+            context_limit=32768, positions=PositionScheme(kind="none"), experts=8, active_experts=2,
+            expert_width=14336, norm_experts=True,
+        ), 46.7, 12.9,
+    ),
+    "Qwen3-30B-A3B": (
+        ModelSpec(
+            vocab_size=151936, width=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn_width=6144,
+            context_limit=40960, positions=PositionScheme(kind="none"), qk_norm=True, experts=128, active_experts=8,
+            expert_width=768, norm_experts=True,
+        ), 30.5, 3.3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_token_of_a_mixture_reads_what_its_makers_say_it_uses(name: str) -> None:
+    of, whole, active = MIXTURES[name]
+    embedding = of.vocab_size * of.width
+
+    def read(step: Step) -> int:
+        found = ledger(of, step, "bf16")
+        return (found.weight_bytes - found.row("embedding").weight_bytes) // 2 + embedding
+
+    assert read(Step(1, 1)) / 1e9 == pytest.approx(active, abs=0.06)
+    assert read(Step(4, 512)) / 1e9 == pytest.approx(whole, abs=0.06)  # every expert
+    assert ledger(of, Step(4, 512)).row("expert up").flops == 2048 * ledger(of, Step(1, 1)).row("expert up").flops
 
 
 def test_cache_traffic_follows_the_cache_precision() -> None:

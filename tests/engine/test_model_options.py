@@ -20,7 +20,10 @@ LLAMA3 = PositionScheme(
     kind="rope", theta=10000.0, dims=8, scaling="llama3", original_max_positions=16,
     scaling_parameters=(("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0)),
 )  # fmt: skip
+LINEAR = replace(ROPE, scaling="linear", scaling_parameters=(("factor", 3.0),))
 LEARNED = PositionScheme(kind="learned", dims=512)
+ALIBI = PositionScheme(kind="alibi", dims=4)
+EXPERTS = {"experts": 5, "active_experts": 2, "expert_width": 16}
 BIASES = {"qkv_bias": True, "attn_out_bias": True, "mlp_bias": True, "head_bias": True, "projection_bias": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -41,6 +44,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "mlp": "plain", "activation": "gelu", "final_norm": False,
     },
     "windows, soft cap": {"sliding_window": (0, 5, 1), "soft_cap": 2.0},
+    "sandwich, offsets, two bases": {
+        "norm_order": "sandwich", "norm_offset": 1.0, "qk_norm": True, "embed_scale": 5.5, "sliding_window": (4, 0, 4),
+        "layer_positions": (replace(ROPE, theta=100.0), ROPE, replace(ROPE, theta=100.0)), "logit_soft_cap": 3.0,
+    },
+    "norms of what is added": {"norm_order": "branch", "qk_norm": True, "qk_norm_whole": True},
+    "layers without positions": {"layer_positions": (ROPE, PositionScheme(kind="none"), ROPE)},
+    "multipliers": {"embed_scale": 3.0, "residual_scale": 0.3, "attention_scale": 0.2, "logit_scale": 0.25},
+    "parallel": {"parallel": True, "norm": "layer", "norm_shift": True, "mlp": "plain", **BIASES},
+    "alibi": {"positions": ALIBI, "embed_norm": True, "kv_heads": 4, "sliding_window": (0, 7, 0)},
+    "alibi, six heads, grouped": {"positions": replace(ALIBI, dims=6), "heads": 6, "soft_cap": 2.0},
+    "experts": {**EXPERTS, "norm_experts": True},
+    "experts, some layers dense": {**EXPERTS, "expert_width": 21, "dense_layers": (1,), "residual_scale": 0.5},
+    "linear": {"positions": LINEAR},
     "odd sizes": {"ffn_width": 37, "width": 30},
 }  # fmt: skip
 
@@ -79,18 +95,34 @@ def test_other_dtypes_stay_near_the_oracle(dtype: str, tolerance: float) -> None
 @pytest.mark.parametrize(
     "field, changes",
     [
-        ("positions.kind", {"positions": PositionScheme(kind="alibi")}),
-        ("positions.scaling", {"positions": replace(ROPE, scaling="yarn")}),
+        ("positions.kind", {"positions": PositionScheme(kind="sinusoidal")}),
+        ("positions.dims", {"positions": PositionScheme(kind="alibi", dims=3)}),
+        ("positions.scaling", {"positions": replace(ROPE, scaling="spiral")}),
+        ("positions.scaling_parameters", {"positions": replace(ROPE, scaling="yarn")}),
+        ("positions.original_max_positions", {"positions": replace(LLAMA3, original_max_positions=0)}),
+        ("context_limit", {"positions": replace(LINEAR, scaling="dynamic", original_max_positions=64)}),
+        ("layer_positions", {"layer_positions": (ROPE,)}),
+        ("layer_positions", {"layer_positions": (ROPE,) * 3, "positions": PositionScheme(kind="none")}),
+        ("positions.kind", {"layer_positions": (ROPE, ROPE, PositionScheme(kind="learned", dims=512))}),
         ("positions.scaling_parameters", {"positions": replace(ROPE, scaling="llama3")}),
         ("positions.interleaved", {"positions": replace(ROPE, interleaved=True)}),
         ("positions.keys_cached_rotated", {"positions": replace(ROPE, keys_cached_rotated=False)}),
         ("positions.dims", {"positions": replace(ROPE, dims=9)}),
         ("positions.theta", {"positions": replace(ROPE, theta=0.0)}),
         ("norm", {"norm": "batch"}),
-        ("norm_order", {"norm_order": "sandwich"}),
+        ("norm_order", {"norm_order": "double"}),
         ("mlp", {"mlp": "experts"}),
         ("activation", {"activation": "swish9"}),
         ("kv_heads", {"kv_heads": 3}),
+        ("parallel", {"parallel": True, "norm_order": "sandwich"}),
+        ("norm_offset", {"norm_offset": 1.0, "norm": "layer"}),
+        ("qk_norm_whole", {"qk_norm_whole": True}),
+        ("experts", {**EXPERTS, "mlp": "plain"}),
+        ("mlp_bias", {**EXPERTS, "mlp_bias": True}),
+        ("active_experts", {**EXPERTS, "active_experts": 6}),
+        ("active_experts", {"active_experts": 1}),
+        ("expert_width", {**EXPERTS, "expert_width": 0}),
+        ("dense_layers", {**EXPERTS, "dense_layers": (3,)}),
         ("sliding_window", {"sliding_window": (4,)}),
         ("tied_head", {"tied_head": True, "out_width": 16}),
         ("context_limit", {"positions": PositionScheme(kind="learned", dims=100)}),

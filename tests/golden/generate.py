@@ -49,7 +49,11 @@ def good() -> Iterator[Vector]:
         tokenizer_digest=hashlib.sha256(b"a tokenizer").digest(),
     )
     yield accepted("bf16", "bf16 payload; scaled positions; a tokenizer", bf16, 3)
-    windows = make_contract(layers=3, attention=AttentionScheme(0.35, 30.0, (0, 6, 0)))
+    windows = make_contract(
+        layers=3,
+        attention=AttentionScheme(0.35, 30.0, (0, 6, 0)),
+        layer_positions=(PositionScheme("rope", 1e6, 4), PositionScheme("rope", 1e4, 2), PositionScheme("none")),
+    )
     yield accepted(
         "prefix held", "tokens 4 to 10 of 11 travel, layers in falling order, heads one by one, three tokens a frame",
         windows, 11, 4, tokens_per_frame=3, heads_per_frame=1, change=_backwards,
@@ -76,6 +80,9 @@ def good() -> Iterator[Vector]:
         "converted with loss", "both sides allow it: fp32 travels, the receiver keeps bf16",
         lossy, 4, sends=replace(lossy, kv_dtype="fp32", weight_dtype="fp32"),
     )  # fmt: skip
+    yield accepted(
+        "frames together", "three frames in each message", make_contract(), 5, tokens_per_frame=2, in_message=3
+    )
     yield accepted("one token", "the shortest prompt", make_contract(), 1)
     yield accepted("tie", "two best scores: the lowest id wins", make_contract(), 3, best=(3, 1))
     yield accepted(
@@ -122,6 +129,7 @@ def _hostile_beyond() -> Iterator[Vector]:
     for code, other in (
         ("MODEL_DIGEST", replace(contract, model_digest=hashlib.sha256(b"another model").digest())),
         ("POSITION_SCHEME.theta", replace(contract, positions=replace(contract.positions, theta=10000.5))),
+        ("LAYER_POSITIONS[0]", replace(contract, layer_positions=(PositionScheme("none"),))),
         ("ATTENTION.scale", replace(contract, attention=AttentionScheme(0.25))),
         ("PLANES[0].v.head_dim", replace(contract, planes=((CachePlane("k", 1, 2), CachePlane("v", 1, 4)),))),
         ("TOKENIZER_DIGEST", replace(contract, tokenizer_digest=bytes(32))),

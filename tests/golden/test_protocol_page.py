@@ -158,9 +158,9 @@ def test_claims_are_checked_in_the_order_of_the_page() -> None:
 
 
 def test_the_contract_table_has_every_code_with_its_class() -> None:
-    own = make_contract(layers=1, info={"name": "x"})
+    own = make_contract(layers=1, info={"name": "x"}, layer_positions=(contract.PositionScheme("none"),))
     rows = {re.sub(r"\.[kv]\.", ".<plane>.", name): kind for name, _, kind in _flatten(own)}
-    rows = {name.replace("PLANES[0]", "PLANES[i]").replace("INFO.name", "INFO.<name>"): k for name, k in rows.items()}
+    rows = {name.replace("S[0]", "S[i]").replace("INFO.name", "INFO.<name>"): kind for name, kind in rows.items()}
     said = {
         code_of(code): kind.replace(" ", "_") for code, _, kind in table("code | field of `WorkerContract` | class")
     }

@@ -27,7 +27,7 @@ from cache_transfer.contract import (
 from cache_transfer.framing import varint
 from cache_transfer.wire import contract_to_proto, identity_to_proto, ticket_to_proto
 from pdserve.conformance.reasons import PUSH_REASONS
-from pdserve.conformance.streams import Cache, Draft, as_bytes, logits_dtype, make_draft
+from pdserve.conformance.streams import Cache, Draft, as_bytes, logits_dtype, make_draft, together
 from pdserve.v1 import transfer_pb2 as pb
 
 SECRET = bytes(range(32))
@@ -156,6 +156,7 @@ def accepted(
     name: str, about: str, contract: WorkerContract, tokens: int, *args: Any, change: Any = None, **options: Any
 ) -> Vector:
     best, logits_only = options.get("best", (2,)), options.get("logits_only", False)
+    in_message = options.pop("in_message", 0)
     draft, cache, ids = make_handoff(contract, tokens, *args, **options)
     if change is not None:
         change(draft)
@@ -168,7 +169,7 @@ def accepted(
         draft.ticket,
         draft.identity,
         ids,
-        _wire(requests),
+        _wire(together(requests, in_message) if in_message else requests),
         {
             "result": "accepted",
             "proof": requests[0].open.proof.hex(),

@@ -114,6 +114,7 @@ async def test_logits_only_sends_no_cache() -> None:
         assert made.decode.received[handoff].logits.data == local(tiny_engine(deterministic=True), ids).logits
         assert (response.sent_tokens, response.frames_sent) == (0, 0)
         assert response.bytes_sent == 97 * 4
+        assert made.worker.record().load.transfer_bytes_per_s == 0
 
 
 async def test_prompts_share_steps_and_none_changes_another() -> None:
@@ -124,7 +125,10 @@ async def test_prompts_share_steps_and_none_changes_another() -> None:
             check_equal(made, handoff, local(tiny_engine(deterministic=True), ids))
             assert response.computed_tokens == len(ids)
         # 146 tokens in steps of 16 are at least 10; one after the other they would take 13.
-        assert made.worker.record().load.steps < sum(-(-len(ids) // 16) for ids in prompts)
+        load = made.worker.record().load
+        assert load.steps < sum(-(-len(ids) // 16) for ids in prompts)
+        assert load.transfer_bytes_per_s > 0 and load.prefill_token_us > 0  # what placement predicts with
+        assert load.step_ms == 0  # nothing runs
 
 
 async def test_the_first_layers_arrive_while_later_ones_are_computed() -> None:

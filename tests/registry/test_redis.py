@@ -232,7 +232,7 @@ async def test_open_registry_knows_every_scheme() -> None:
     assert isinstance(rpc, RpcRegistry)
     assert isinstance(tls, RedisRegistry)
     assert tls.address == "rediss://example.org:6380/1"
-    pool = tls._client.connection_pool
+    pool = tls._link._clients[0].connection_pool
     assert pool.connection_class is redis.asyncio.SSLConnection
     await rpc.close()
     await tls.close()

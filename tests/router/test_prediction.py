@@ -11,7 +11,7 @@ from pdserve.registry.records import DECODE, PREFILL, Load
 from router.gate import Gate, Match, Pair, without
 from router.outcomes import Outcomes
 from router.placement import MAX_COST, Demand, place
-from router.prediction import PENALTY, Site, ahead, at_decode, by_handoff, bytes_per_token
+from router.prediction import PENALTY, Pace, Site, ahead, at_decode, by_handoff, bytes_per_token, pace
 from tests.router.support import contract, member
 
 P = Load(pages_total=64, waiting_limit=8, prefill_tokens_per_s=1000, transfer_bytes_per_s=1e6)
@@ -47,7 +47,9 @@ def test_a_handoff_takes_its_wait_its_prefill_what_transfer_is_left_and_a_decode
     assert by_handoff(idle, Site(D, ()), 500, 1000).first_token_s == pytest.approx(0.5 + 0.256)
     assert by_handoff(idle, Site(D, ()), 500, 4000).first_token_s == pytest.approx(0.5 + 1.5)  # slower than the prefill
     assert by_handoff(busy, Site(D, ()), 500, 1000).first_token_s == pytest.approx(0.3 + 0.5 + 0.256)
-    assert by_handoff(busy, Site(D, ()), 200, 1000).first_token_s == pytest.approx(0.2 + 0.2)
+    assert by_handoff(busy, Site(D, ()), 200, 1000).first_token_s == pytest.approx(
+        0.2 * 4 / 3 + 0.2
+    )  # the others share
     assert by_handoff(replace(idle, held=400), Site(D, (), 490), 500, 1000).first_token_s == pytest.approx(0.1 + 0.01)
     assert by_handoff(idle, Site(BUSY, ()), 500, 1000).first_token_s == pytest.approx(0.5 + 0.256 + 0.04)
     assert by_handoff(idle, Site(replace(D, waiting=8), ()), 500, 1).first_token_s == float("inf")
@@ -70,6 +72,43 @@ def test_a_short_prompt_takes_a_step_all_the_same() -> None:
     slow = Site(replace(D, fixed_step_ms=25.0), ())
     assert at_decode(slow, 8).first_token_s == pytest.approx(0.01 + 0.025)
     assert by_handoff(Site(replace(P, fixed_step_ms=30.0), ()), slow, 10, 0).first_token_s == pytest.approx(0.01 + 0.03)
+
+
+def test_what_a_token_reads_makes_long_prompts_slower_than_their_rate() -> None:
+    exact = replace(P, prefill_tokens_per_s=900, prefill_token_us=1000, prefill_pair_ns=1000)
+    assert pace(P) == Pace(0.001) and pace(Load()) == Pace(1 / 500) and pace(Load(), 250) == Pace(1 / 250)
+    pairs = sum(range(401, 1001))  # each of 600 tokens after 400 reads itself and all before it
+    assert pace(exact).seconds(400, 600) == pytest.approx(0.6 + 1e-6 * pairs)
+    long = by_handoff(Site(exact, ()), Site(D, ()), 2000, 0).first_token_s
+    assert long == pytest.approx(2.0 + 1e-6 * 2000 * 2001 / 2)
+    here = at_decode(Site(replace(BUSY, prefill_token_us=1250, prefill_pair_ns=500), ()), 400).first_token_s
+    assert here == pytest.approx(2 * (0.5 + 5e-7 * 400 * 401 / 2))  # half as fast beside its streams
+
+
+def test_a_step_that_runs_is_waited_for_and_longer_prompts_share_the_next_ones() -> None:
+    busy = Site(replace(P, step_ms=400, queued_tokens=900, queued_prefill_tokens=900), (1800,))
+    short = by_handoff(busy, Site(D, ()), 60, 0)
+    assert short.first_token_s == pytest.approx(0.2 + 0.06 * 4 / 3)
+    assert short.penalty_s == pytest.approx(0.06)  # by which the long one comes later
+    nearly = Site(replace(P, queued_tokens=6, queued_prefill_tokens=6), (1800,))
+    assert by_handoff(nearly, Site(D, ()), 60, 0).first_token_s == pytest.approx(0.066)  # six tokens are left to share
+    done = Site(replace(P, queued_tokens=0), (1800,))  # its decode worker has not said so yet
+    assert by_handoff(done, Site(D, ()), 60, 0).penalty_s == 0
+    beside = at_decode(Site(replace(BUSY, step_ms=40, queued_prefill_tokens=500), (800,)), 40)
+    assert beside.first_token_s == pytest.approx(0.02 + 0.1 * 4 / 3)
+    assert beside.penalty_s == pytest.approx(PENALTY * 4 * 0.05 + 0.1)
+
+
+def test_auto_spares_a_busy_prefill_worker_the_short_prompts() -> None:
+    among, long = matches("auto"), replace(P, step_ms=400, queued_tokens=900, queued_prefill_tokens=900)
+    demand = Demand(64, 65, {}, failed=False)
+    loads = {PREFILL: long, DECODE: replace(BUSY, step_ms=40)}
+    sizes = {PREFILL: (1800,), DECODE: ()}
+    pair = place(among, demand, lambda m: loads[m.record.role], random.Random(1), lambda m: sizes[m.record.role])
+    assert pair.here and pair.choice.reason == "cheaper"
+    demand = Demand(1800, 1801, {}, failed=False)
+    pair = place(among, demand, lambda m: loads[m.record.role], random.Random(1), lambda m: sizes[m.record.role])
+    assert not pair.here
 
 
 def test_without_rates_workers_are_taken_for_equally_fast() -> None:
@@ -109,7 +148,7 @@ def test_auto_takes_the_cheaper_and_tells_both_predictions() -> None:
     full = placed(among, prefill=replace(P, queued_tokens=2000))
     assert full.here and full.choice.here_s < full.choice.handoff_s
     assert full.prefill is full.decode and full.predicted_s == full.choice.here_s
-    both = placed(among, prefill=replace(P, queued_tokens=700), decode=BUSY)
+    both = placed(among, prefill=replace(P, queued_tokens=600), decode=BUSY)
     assert not both.here and both.choice.here_s < both.choice.handoff_s < both.choice.here_s + both.choice.penalty_s
     assert placed(among, prefill=replace(P, waiting=8)).choice.handoff_s == MAX_COST
 

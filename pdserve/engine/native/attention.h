@@ -331,8 +331,8 @@ void attend(const Model& m, const Layer& l, const Step& s, const X* q, X* out) {
     const long splits = room.splits, part = d + 2;
     float* parts = (float*)(s.scratch + room.partial);  // [one-token row from the end, head, split, best | total | out]
 
-    share(s.threads, prefill_tasks, [&](int thread, int task, int) {
-        int left = task / m.kv_heads, sequence = 0, blocks;
+    share(s.threads, prefill_tasks, [&](Turn turn) {
+        int left = turn.task / m.kv_heads, sequence = 0, blocks;
         for (;; sequence++) {
             int rows = s.first_row[sequence + 1] - s.first_row[sequence];
             blocks = rows > 1 ? (rows + queries - 1) / queries : 0;
@@ -341,7 +341,7 @@ void attend(const Model& m, const Layer& l, const Step& s, const X* q, X* out) {
         }
         int end = s.first_row[sequence + 1] - left * queries;  // the last queries, which see most, first
         int first = std::max(s.first_row[sequence], end - queries);
-        prefill_part<X, KV>(m, l, s, sequence, task % m.kv_heads, first, end, q, out, own(thread));
+        prefill_part<X, KV>(m, l, s, sequence, turn.task % m.kv_heads, first, end, q, out, own(turn.thread));
     });
 
     // One-token sequences come last, shortest first: the longest begin.
@@ -361,16 +361,16 @@ void attend(const Model& m, const Layer& l, const Step& s, const X* q, X* out) {
         p.last = std::min(p.end, p.first + room.split_keys);
         return p;
     };
-    share(s.threads, int(ones * m.kv_heads * splits), [&](int thread, int task, int next) {
-        const Part p = part_of(task);
+    share(s.threads, int(ones * m.kv_heads * splits), [&](Turn turn) {
+        const Part p = part_of(turn.task);
         if (p.first >= p.last) return;
-        Cutter cut{own(thread)};
+        Cutter cut{own(turn.thread)};
         float* best = cut.take<float>(heads);
         float* total = cut.take<float>(heads);
         float* sums_of = cut.take<float>(heads * d);
         float* scores = cut.take<float>(heads * (SPLIT_KEYS + LANES));
-        if (next >= 0) {
-            const Part after = part_of(next);
+        if (turn.next >= 0) {
+            const Part after = part_of(turn.next);
             prefetch_rows(pages_of<KV>(m, s, l.k_pages, after.sequence, after.head), after.first, after.last, d);
         }
         decode_part<X, KV>(m, q + (p.row * m.heads + p.head * heads) * d, pages_of<KV>(m, s, l.k_pages, p.sequence, p.head),
@@ -389,8 +389,8 @@ void attend(const Model& m, const Layer& l, const Step& s, const X* q, X* out) {
         }
     });
     if (splits == 1) return;
-    share(s.threads, ones, [&](int, int task, int) {
-        long row = s.first_row[s.sequences - 1 - task], end = s.places[row] + 1;
+    share(s.threads, ones, [&](Turn turn) {
+        long row = s.first_row[s.sequences - 1 - turn.task], end = s.places[row] + 1;
         long keys = l.window ? std::min(end, long(l.window)) : end;
         if (keys <= room.split_keys) return;
         for (int head = 0; head < m.heads; head++) {

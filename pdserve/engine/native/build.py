@@ -29,7 +29,7 @@ from pdserve.errors import ConfigError
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi")
 LIMIT_S = 300  # of one compilation
-_SOURCES = ("abi.h", "simd.h", "products.h", "tasks.h", "attention.h", "kernels.cpp")
+_SOURCES = ("abi.h", "simd.h", "dots.h", "panels.h", "products.h", "tasks.h", "attention.h", "kernels.cpp")
 _LIBRARY, _DIGEST = "kernels.so", "kernels.sha256"
 
 log = logging.getLogger(__name__)

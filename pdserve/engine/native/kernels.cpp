@@ -44,8 +44,8 @@ static void norm_row(const Norm& norm, const X* x, int width, Y* out) {
 template <class X, class Y>
 static void norm_rows(const Step& s, const Norm& norm, const X* x, int rows, int width, Y* out) {
     constexpr int EACH = 16;
-    share(s.threads, (rows + EACH - 1) / EACH, [&](int, int task, int) {
-        for (int row = task * EACH; row < std::min(rows, (task + 1) * EACH); row++)
+    share(s.threads, (rows + EACH - 1) / EACH, [&](Turn t) {
+        for (int row = t.task * EACH; row < std::min(rows, (t.task + 1) * EACH); row++)
             norm_row(norm, x + long(row) * width, width, out + long(row) * width);
     });
 }
@@ -60,11 +60,8 @@ struct Tile {
     int first_row, rows, first, outputs;
 };
 
-template <class X, class W>
-static void tile_product(const Matrix& w, const X* x, int rows, int first, int outputs, float* out, long ld, Ahead after, Cutter cut) {
-    const W* weight = (const W*)w.weight + long(first) * w.inputs;
-    if (rows <= FEW<W>) few_rows(x, rows, w.inputs, weight, outputs, out, ld, after, cut.take<X>(long(STRIP) * w.inputs));
-    else many_rows(x, rows, w.inputs, weight, outputs, out, ld, after, cut.take<float>(panel_floats<X>(DEPTH)));
+// Scale and bias of a finished product [rows, outputs], whose outputs begin at `first` of the matrix.
+INLINE void scale_and_bias(const Matrix& w, int rows, int first, int outputs, float* out, long ld) {
     if (w.scale == nullptr && w.bias == nullptr) return;
     for (int row = 0; row < rows; row++)
         by_lanes(outputs, [&](int i, int n) {
@@ -75,6 +72,23 @@ static void tile_product(const Matrix& w, const X* x, int rows, int first, int o
         });
 }
 
+// What one thread has for a product: a finished tile, and what each way works in.
+template <class X>
+struct ProductRoom {
+    float *tile, *panel, *sums;
+    X* wide;
+    Lanes<X> lanes;  // of LANES
+
+    ProductRoom(const Model& m, const Matrix& w, int rows, char* scratch) : lanes(nullptr, std::min(rows, PANEL), w.inputs) {
+        Cutter cut{scratch};
+        tile = cut.take<float>(TASK_ROWS * tile_columns(m));
+        panel = (float*)cut.at;
+        wide = cut.take<X>(long(STRIP) * w.inputs);
+        sums = cut.take<float>(PANEL * tile_columns(m));
+        lanes.at = (float*)cut.at;
+    }
+};
+
 // finish(tile) for every tile of x [rows, inputs] w^T. Tasks are `block` outputs wide; a gated product's task has the
 // same outputs of both halves.
 template <class X, class W, class Finish>
@@ -84,32 +98,38 @@ static void product(const Model& m, const Step& s, const Matrix& w, const X* x, 
     while (blocks * splits < 8 * s.threads && rows / splits >= 96) splits *= 2;
     const int each = int(rounded((rows + splits - 1) / splits, 6));
     splits = (rows + each - 1) / each;
-    const int few = each <= FEW<W>;
-    const long per_thread = Scratch(m, s.threads, 0).per_thread;
+    const Way way = way_for<W>(std::min(each, rows));
+    const long per_thread = Scratch(m, s.threads, 0).per_thread, wide = rounded(block, PANEL), ld = gated ? 2 * wide : wide;
     auto weights_at = [&](int first) {  // what a task reads first: a strip, or a whole panel as far as it fits the cache
         const char* at = (const char*)((const W*)w.weight + long(first) * w.inputs);
-        long bytes = long(few ? STRIP : std::min(block, PANEL)) * w.inputs * sizeof(W);
+        long bytes = long(way == Way::PANELS ? std::min(block, PANEL) : STRIP) * w.inputs * sizeof(W);
         return Ahead{at, at + std::min(bytes, 256L << 10)};
     };
-    const long wide = rounded(block, PANEL);
-    share(s.threads, blocks * splits, [&](int thread, int task, int next) {
-        int first = task / splits * block, first_row = task % splits * each;
-        Cutter cut{s.scratch + thread * per_thread};
-        float* tile = cut.take<float>(TASK_ROWS * tile_columns(m));
-        Tile t{tile, gated ? 2 * wide : wide, wide, first_row, std::min(each, rows - first_row), first, std::min(block, outputs - first)};
+    share(s.threads, blocks * splits, [&](Turn turn) {
+        const int first = turn.task / splits * block, first_row = turn.task % splits * each;
         const X* part = x + long(first_row) * w.inputs;
-        bool moves = next >= 0 && next / splits * block != first;
-        Ahead after = moves ? weights_at(next / splits * block) : Ahead{};
-        tile_product<X, W>(w, part, t.rows, first, t.outputs, tile, t.ld, gated ? weights_at(outputs + first) : after, cut);
-        if (gated) tile_product<X, W>(w, part, t.rows, outputs + first, t.outputs, tile + wide, t.ld, after, cut);
+        ProductRoom<X> room(m, w, rows, s.scratch + turn.thread * per_thread);
+        Tile t{room.tile, ld, wide, first_row, std::min(each, rows - first_row), first, std::min(block, outputs - first)};
+        if (way == Way::LANES && turn.before < 0) room.lanes.turn(part);
+        auto half = [&](int from, float* to, Ahead after) {
+            const W* weight = (const W*)w.weight + long(from) * w.inputs;
+            if (way == Way::DOTS) few_rows(part, t.rows, w.inputs, weight, t.outputs, to, ld, after, room.wide);
+            else if (way == Way::LANES) lane_rows<X, W>(room.lanes, weight, t.outputs, to, ld, after, room.sums, room.wide);
+            else many_rows<X, W>(part, t.rows, w.inputs, weight, t.outputs, to, ld, after, room.panel);
+            scale_and_bias(w, t.rows, from, t.outputs, to, ld);
+        };
+        const int next = turn.next / splits * block;
+        const Ahead after = turn.next >= 0 && next != first ? weights_at(next) : Ahead{};
+        half(first, room.tile, gated ? weights_at(outputs + first) : after);
+        if (gated) half(outputs + first, room.tile + wide, after);
         finish(t);
     });
 }
 
-// Outputs of a task: at most a panel where panels are made, and so many that the threads come out even.
+// Outputs of a task: few where weights are read fast, and so many that the threads come out even.
 template <class W>
 static int block_for(int rows, int outputs, int threads) {
-    const int most = rows <= FEW<W> ? 2 * STRIP : PANEL;
+    const int most = way_for<W>(rows) == Way::PANELS ? PANEL : 2 * STRIP;
     int best = most, least = INT32_MAX;
     for (int block = most; block >= 2 * STRIP; block -= STRIP) {
         int blocks = (outputs + block - 1) / block, cost = (blocks + threads - 1) / threads * block;

@@ -12,8 +12,9 @@ from torch import Tensor
 from pdserve.engine.batch import Batch
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import wide
-from pdserve.engine.model import Decoder, Linear, Norm, QuantizedLinear
+from pdserve.engine.model import Decoder
 from pdserve.engine.native import library as c
+from pdserve.engine.parts import Linear, Norm, QuantizedLinear
 from pdserve.engine.plain import Reads
 from pdserve.engine.plan import EngineConfig
 from pdserve.engine.positions import RotaryTable
@@ -21,6 +22,18 @@ from pdserve.engine.spec import ModelSpec
 from pdserve.errors import Internal
 
 _KV = ("fp32", "bf16")
+
+# The fields of a spec that the kernels read; one that sets any other, or one of these to a value that is not listed,
+# is computed in plain torch. So what is added to ModelSpec is declined until it is added here.
+_FIELDS = frozenset({
+    "vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ffn_width", "context_limit", "positions", "norm",
+    "norm_eps", "norm_scale", "norm_shift", "norm_order", "final_norm", "mlp", "activation", "qkv_bias",
+    "attn_out_bias", "mlp_bias", "head_bias", "qk_norm", "tied_head", "embed_width", "projection_bias",
+    "attention_scale", "sliding_window", "soft_cap", "bos_id", "eos_ids",
+    "embed_norm", "embed_scale",  # torch embeds for the kernels, too
+})  # fmt: skip
+_VALUES = {"norm": ("rms", "layer"), "norm_order": ("pre", "post"), "mlp": ("gated", "plain")}
+_POSITIONS = ("rope", "learned", "none")
 
 
 def why_not(spec: ModelSpec, config: EngineConfig) -> str:
@@ -33,7 +46,14 @@ def why_not(spec: ModelSpec, config: EngineConfig) -> str:
         return f"dtype {config.dtype}"
     if (config.kv_dtype or config.dtype) not in _KV:
         return f"kv_dtype {config.kv_dtype}"
-    return "an output projection before the head" if spec.out_width else ""
+    if spec.out_width:
+        return "an output projection before the head"
+    if spec.positions.kind not in _POSITIONS:
+        return f"positions of kind {spec.positions.kind}"
+    for name, value in spec.unusual().items():
+        if name not in _FIELDS or value not in _VALUES.get(name, (value,)):
+            return f"{name} = {value if isinstance(value, str | int | float) else '...'}"
+    return ""
 
 
 class NativePath:

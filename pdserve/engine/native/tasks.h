@@ -9,16 +9,21 @@
 #include "abi.h"
 #include "products.h"
 
-// body(thread, task, next) for every task in [0, count). A thread takes its next task (-1: none) before it does
-// the present one, so that it can fetch what that will read.
+// A thread's present task, and those before and after it (-1: none).
+struct Turn {
+    int thread, before, task, next;
+};
+
+// body(turn) for every task in [0, count), in order. A thread takes its next task before it does the present one, so that
+// it can fetch what that will read.
 template <class F>
 void share(int threads, int count, F body) {
     std::atomic<int> taken{0};
     auto work = [&](int thread) {
-        for (int task = taken++; task < count;) {
+        for (int task = taken++, before = -1; task < count;) {
             int next = taken++;
-            body(thread, task, next < count ? next : -1);
-            task = next;
+            body(Turn{thread, before, task, next < count ? next : -1});
+            before = task, task = next;
         }
     };
     if (threads == 1 || count <= 1) return work(0);
@@ -26,7 +31,7 @@ void share(int threads, int count, F body) {
     work(omp_get_thread_num());
 }
 
-constexpr int TASK_ROWS = 252;      // rows of x in one task of a product: whole sixes
+constexpr int TASK_ROWS = 258;      // rows of x in one task of a product: whole sixes
 constexpr int QUERY_ROWS = 192;     // (query, head) rows in one task of attention
 constexpr int SPLIT_KEYS = 512;     // most keys that one task of a decode row reads
 
@@ -49,7 +54,8 @@ struct Scratch {
     Scratch(const Model& m, int threads, long rows, long ones = 0, long longest = 0) {
         // A thread needs one of these at a time: a product's tile, strip and panel; or what attention.h lays out.
         long inputs = std::max({m.width, m.ffn, m.heads * m.head_dim});
-        long product = TASK_ROWS * tile_columns(m) + STRIP * inputs + panel_floats<float>(DEPTH);
+        long lanes = PANEL * tile_columns(m) + STRIP * inputs + Lanes<float>::floats(inputs);
+        long product = TASK_ROWS * tile_columns(m) + std::max(lanes, panel_floats<float>(DEPTH));
         long wide = rounded(m.head_dim, PANEL), queries = long(task_queries(m)) * group(m);
         long prefill = queries * (m.head_dim + wide + 2) + 2 * 24 * 128 + 2 * panel_floats<float>(m.head_dim) + 128 * wide;  // PrefillRoom
         long decode = group(m) * (SPLIT_KEYS + LANES + wide + 2);

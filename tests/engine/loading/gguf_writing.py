@@ -15,8 +15,14 @@ _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
+    "bloom": gguf.MODEL_ARCH.BLOOM,
 }
+_RENAMED = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "mistral": "llama"}
 _CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 F32 = gguf.GGMLQuantizationType.F32
 
@@ -34,7 +40,7 @@ def write_gguf(
 
     Matrices are stored as `kind`, vectors in fp32.
     """
-    arch = model.config.model_type
+    arch = _RENAMED.get(model.config.model_type, model.config.model_type)
     values = {**_metadata(model.config, arch), **(metadata or {})}
     stored = {**_tensors(model, arch), **(tensors or {})}
     writer = gguf.GGUFWriter(path, architecture or arch)
@@ -82,7 +88,8 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
         f"{arch}.vocab_size": config.vocab_size,
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
-        f"{arch}.context_length": config.max_position_embeddings,
+        "tokenizer.ggml.padding_token_id": 0,
+        f"{arch}.context_length": getattr(config, "max_position_embeddings", 64),
         f"{arch}.embedding_length": config.hidden_size,
         f"{arch}.block_count": config.num_hidden_layers,
         f"{arch}.attention.head_count": config.num_attention_heads,
@@ -92,16 +99,44 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
             f"{arch}.feed_forward_length": config.n_inner or 4 * config.n_embd,
             f"{arch}.attention.layer_norm_epsilon": config.layer_norm_epsilon,
         }
+    if arch == "bloom":
+        return common | {
+            f"{arch}.feed_forward_length": 4 * config.hidden_size,
+            f"{arch}.attention.head_count_kv": config.n_head,
+            f"{arch}.attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        }
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    return common | {
-        f"{arch}.feed_forward_length": config.intermediate_size,
-        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
-        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{arch}.attention.key_length": head_dim,
-        f"{arch}.attention.value_length": head_dim,
-        f"{arch}.rope.dimension_count": head_dim,
-        f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
-    }
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    own: dict[str, Any] = {}
+    if arch in ("gemma2", "gemma3", "phi3"):
+        own[f"{arch}.attention.sliding_window"] = config.sliding_window or 0
+    if arch == "gemma2":
+        own[f"{arch}.attn_logit_softcapping"] = config.attn_logit_softcapping
+        own[f"{arch}.final_logit_softcapping"] = config.final_logit_softcapping
+    if arch == "phi3":
+        own[f"{arch}.rope.scaling.original_context_length"] = config.original_max_position_embeddings
+    if arch == "qwen3moe":
+        own[f"{arch}.expert_count"] = config.num_experts
+        own[f"{arch}.expert_used_count"] = config.num_experts_per_tok
+        own[f"{arch}.expert_feed_forward_length"] = config.moe_intermediate_size
+    if rope["rope_type"] in ("linear", "yarn"):
+        own[f"{arch}.rope.scaling.type"] = rope["rope_type"]
+        own[f"{arch}.rope.scaling.factor"] = float(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        own[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return (
+        common
+        | own
+        | {
+            f"{arch}.feed_forward_length": config.intermediate_size,
+            f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+            f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+            f"{arch}.attention.key_length": head_dim,
+            f"{arch}.attention.value_length": head_dim,
+            f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+            f"{arch}.rope.freq_base": float(rope["rope_theta"]),
+        }
+    )
 
 
 def _tensors(model: Any, arch: str) -> dict[str, Tensor]:
@@ -114,12 +149,26 @@ def _tensors(model: Any, arch: str) -> dict[str, Tensor]:
             continue
         if arch == "gpt2" and key.endswith(_CONV1D):
             tensor = tensor.T
+        if arch in ("gemma2", "gemma3") and key.endswith("norm.weight"):
+            tensor = tensor + 1
+        if arch == "bloom" and ".query_key_value." in key:  # heads of (q, k, v) become all q, all k, all v
+            tensor = tensor.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+        if key.endswith(".experts.gate_up_proj"):
+            block = key.split(".")[2]
+            stored |= {
+                f"blk.{block}.ffn_{n}_exps.weight": half
+                for n, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True)
+            }
+            continue
         if arch == "llama" and ".q_proj." in key:
             tensor = pair_neighbours(tensor, config.num_attention_heads)
         if arch == "llama" and ".k_proj." in key:
             tensor = pair_neighbours(tensor, config.num_key_value_heads)
+        key = key.removeprefix("transformer.") if arch == "bloom" else key
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
+        if key.endswith(".experts.down_proj"):
+            name += ".weight"
         stored[name] = tensor
     return stored
 

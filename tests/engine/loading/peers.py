@@ -30,6 +30,7 @@ _GROUPED = {
     "num_key_value_heads": 2,
     "head_dim": 12,
     "max_position_embeddings": 64,
+    "pad_token_id": 0,
     "rms_norm_eps": 1e-5,
     **_SMALL,
 }
@@ -41,6 +42,35 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 24,
 }
+
+_GEMMA = {"query_pre_attn_scalar": 7, "pad_token_id": 0}
+_TWO_BASES = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_NEOX = {"num_key_value_heads": None, "rms_norm_eps": None, "hidden_size": 64, "head_dim": None, "rope_parameters": {
+    "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+}}  # fmt: skip
+_OPT = {
+    "vocab_size": VOCAB, "hidden_size": 40, "ffn_dim": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "init_std": SPREAD, "bos_token_id": 1, "eos_token_id": 2, "word_embed_proj_dim": 40,
+}  # fmt: skip
+_BLOOM = {"hidden_size": 40, "n_layer": 3, "n_head": 4, **_SMALL}
+_PAIRS = 6  # rotary pairs of a head of 12
+
+
+def scaled(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+def longrope(pairs: int, **parameters: Any) -> dict[str, Any]:
+    lists = {
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "long_factor": [1.5 + 0.5 * i for i in range(pairs)],
+    }
+    return scaled("longrope", **lists, **parameters)
+
 
 # Name -> (config class, model class, options).
 _PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
@@ -61,20 +91,120 @@ _PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "qwen3-biases": ("Qwen3Config", "Qwen3ForCausalLM", {"attention_bias": True}),
+    "llama-linear": ("LlamaConfig", "LlamaForCausalLM", scaled("linear", factor=3.0)),
+    "llama-dynamic": ("LlamaConfig", "LlamaForCausalLM", scaled("dynamic", factor=3.0)),
+    "llama-yarn": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        scaled("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=1.0),
+    ),
+    "llama-yarn-mscale": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        scaled(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            beta_fast=1.0,
+            beta_slow=0.3,
+            mscale=1.0,
+            mscale_all_dim=0.5,
+            truncate=False,
+        ),
+    ),
+    "llama-longrope": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        longrope(_PAIRS, factor=4.0, original_max_position_embeddings=16),
+    ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"head_dim": None, "sliding_window": 5}),
+    "phi3-long-window": ("Phi3Config", "Phi3ForCausalLM", {"head_dim": None, "sliding_window": 50}),
+    "phi3-longrope": (  # as Phi-4-mini: long factors, a partly rotated head
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {
+            "head_dim": None,
+            "hidden_size": 64,
+            "original_max_position_embeddings": 16,
+            **longrope(6, partial_rotary_factor=0.75, original_max_position_embeddings=16),
+        },
+    ),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}),
+    "smollm3-windows": (
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": False},
+    ),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {
+            "head_dim": None,
+            "embedding_multiplier": 1.7,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.5,
+            "logits_scaling": 1.3,
+        },
+    ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {"head_dim": None}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**_GEMMA, "sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma2-long-window": ("Gemma2Config", "Gemma2ForCausalLM", {**_GEMMA, "sliding_window": 50}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {**_GEMMA, "sliding_window": 5, "sliding_window_pattern": 2, "rope_parameters": _TWO_BASES},
+    ),
+    "gemma3-long-window": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **_GEMMA,
+            "sliding_window": 50,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**_MOE, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _NEOX),
+    "gpt-neox-sequential": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {**_NEOX, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
+    ),
+    "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
+    "opt-post-norm": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24},
+    ),
+    "bloom": ("BloomConfig", "BloomForCausalLM", _BLOOM),
+    "bloom-six-heads": ("BloomConfig", "BloomForCausalLM", {**_BLOOM, "n_head": 6, "hidden_size": 48}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"activation_function": "gelu_new"}),
     "gpt2-exact-gelu": ("GPT2Config", "GPT2LMHeadModel", {"activation_function": "gelu"}),
     "gpt2-unscaled": ("GPT2Config", "GPT2LMHeadModel", {"scale_attn_weights": False}),
     "gpt2-untied": ("GPT2Config", "GPT2LMHeadModel", {"tie_word_embeddings": False, "n_inner": 72}),
 }
 NAMES = tuple(_PEERS)
+_SIZED = ("head_dim", "num_key_value_heads", "rms_norm_eps")  # None: the family has no such key
 _GPT2_SIZES = {"n_embd": 40, "n_layer": 3, "n_head": 4, "n_positions": 64, **_SMALL}
+_SIZES: Mapping[str, dict[str, Any]] = {"GPT2Config": _GPT2_SIZES, "OPTConfig": {}, "BloomConfig": {}}
 
 
 def make_peer(name: str, **options: Any) -> Any:
     """A tiny model in evaluation mode, every parameter random: norms and biases too."""
     config_class, model_class, own = _PEERS[name]
-    sizes = _GPT2_SIZES if config_class == "GPT2Config" else _GROUPED
-    given = {key: value for key, value in {**sizes, **own, **options}.items() if key != "head_dim" or value is not None}
+    sizes = _SIZES.get(config_class, _GROUPED)
+    given = {key: value for key, value in {**sizes, **own, **options}.items() if value is not None or key not in _SIZED}
     config = getattr(transformers, config_class)(**given)
     config._attn_implementation = "eager"
     torch.manual_seed(11)
@@ -105,10 +235,15 @@ def peer_logits(model: Any, ids: Sequence[int]) -> Tensor:
     return logits
 
 
-def new_engine(model: LoadedModel, pages: int = 32, page_size: int = PAGE, kernels: str = "auto") -> Engine:
+def new_engine(
+    model: LoadedModel, pages: int = 32, page_size: int = PAGE, kernels: str = "auto", deterministic: bool = False
+) -> Engine:
     """An engine of its own: it may rearrange the tensors, so it gets its own mapping."""
     own = dataclasses.replace(model, tensors=dict(model.tensors))
-    return Engine(own, EngineConfig(dtype=model.dtype, pages=pages, page_size=page_size, kernels=kernels))
+    config = EngineConfig(
+        dtype=model.dtype, pages=pages, page_size=page_size, kernels=kernels, deterministic=deterministic
+    )
+    return Engine(own, config)
 
 
 def engine_logits(
@@ -116,15 +251,22 @@ def engine_logits(
     ids: Sequence[int],
     cuts: Sequence[int] = (),
     before_chunk: Callable[[int], None] = lambda start: None,
+    beside: bool = False,
 ) -> Tensor:
-    """[len(ids), vocab]: our logits at every position, the ids run in chunks that end at `cuts`."""
+    """[len(ids), vocab]: our logits at every position, the ids run in chunks that end at `cuts`.
+
+    beside: another sequence of the same lengths runs in the same steps.
+    """
     pages = tuple(reversed(range(engine.config.pages)))  # not the identity: block tables must be followed
+    others, pages = (pages[len(pages) // 2 :], pages[: len(pages) // 2]) if beside else ((), pages)
     rows = []
     for start, end in zip((0, *cuts), (*cuts, len(ids)), strict=True):
         before_chunk(start)
         used = pages[: -(-end // engine.config.page_size)]
-        plan = StepPlan((Chunk("s", tuple(ids[start:end]), start, used, logits="all"),))
-        rows.append(engine.step(plan).logits["s"])
+        chunks = [Chunk("s", tuple(ids[start:end]), start, used, logits="all")]
+        if beside:
+            chunks.insert(0, Chunk("other", tuple(VOCAB - 1 - i for i in ids[start:end]), start, others[: len(used)]))
+        rows.append(engine.step(StepPlan(tuple(chunks))).logits["s"])
     return torch.cat(rows)
 
 

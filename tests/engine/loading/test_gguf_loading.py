@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ EVEN = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
         "qwen3",
         "gpt2",
         "gpt2-untied",
+        "mistral",
+        "llama-linear",
+        "phi3",
+        "phi3-long-window",
+        "bloom",
+        "bloom-six-heads",
+        "qwen3-moe",
     ],
 )
 def test_gguf_logits_equal_the_source_models(name: str, tmp_path: Path) -> None:
@@ -48,10 +56,73 @@ def test_gguf_logits_equal_the_source_models(name: str, tmp_path: Path) -> None:
     assert (loaded.spec.bos_id, loaded.spec.eos_ids) == (1, (2,))
 
 
-def test_gguf_and_directory_give_one_spec(tmp_path: Path) -> None:
-    model = peers.make_peer("llama")
-    directory = peers.save_peer(model, tmp_path / "hf")
-    assert load_model(directory, "fp32").spec == load_model(write_gguf(model, tmp_path / "m.gguf"), "fp32").spec
+# The peer takes from its own defaults what it does not read from the file: the models must have these sizes.
+DEFAULT_GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "num_hidden_layers": 2}
+READABLE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "qwen3-moe": {"moe_intermediate_size": 768, "num_hidden_layers": 2},
+    "phi3": {"sliding_window": None},
+    "gemma2": {**DEFAULT_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3": {**DEFAULT_GEMMA, "num_hidden_layers": 7, "sliding_window_pattern": 6, "rope_parameters": None},
+    "gpt2": {"n_positions": 1024},
+    "bloom": {},
+}
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_every_architecture_that_the_peer_reads_gives_its_logits(name: str, tmp_path: Path) -> None:
+    model = peers.make_peer(name, **READABLE[name])
+    words = {"tokenizer.ggml.tokens": [str(number) for number in range(peers.VOCAB)]}
+    loaded = load_model(write_gguf(model, tmp_path / "tiny.gguf", metadata=words), "fp32")
+    ids = peers.prompt(LENGTH)
+    expected = peers.peer_logits(peer_reading(tmp_path / "tiny.gguf"), ids)
+    torch.testing.assert_close(peers.peer_logits(model, ids), expected, rtol=0, atol=peers.TOLERANCE)
+    for cuts in CUTS.values():
+        got = peers.engine_logits(peers.new_engine(loaded), ids, cuts)
+        torch.testing.assert_close(got, expected, rtol=0, atol=peers.TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2", "gemma3", "phi3", "bloom"])
+def test_gguf_and_directory_give_one_spec(name: str, tmp_path: Path) -> None:
+    """Of models in the sizes that the format takes for granted."""
+    options = {} if name == "phi3" else {**READABLE[name], "sliding_window": 5} if "gemma" in name else READABLE[name]
+    model = peers.make_peer(name, **{"norm_topk_prob": True, **options} if "moe" in name else options)
+    directory = load_model(peers.save_peer(model, tmp_path / "hf"), "fp32").spec
+    file = load_model(write_gguf(model, tmp_path / "m.gguf"), "fp32").spec
+    assert dataclasses.replace(file, context_limit=directory.context_limit) == directory
+
+
+def test_yarn_and_longrope_are_read_from_gguf(tmp_path: Path) -> None:
+    ids = peers.prompt(LENGTH)
+    yarn = peers.scaled("yarn", factor=4.0, original_max_position_embeddings=16)
+    model = peers.make_peer("llama-yarn", **yarn)
+    got = peers.load_logits(write_gguf(model, tmp_path / "yarn.gguf"), ids)
+    torch.testing.assert_close(got, peers.peer_logits(model, ids), rtol=0, atol=peers.TOLERANCE)
+    model = peers.make_peer("phi3-longrope")
+    factors = {
+        f"rope_factors_{which}.weight": torch.tensor(model.config.rope_parameters[f"{which}_factor"])
+        for which in ("short", "long")
+    }
+    attention = {"phi3.rope.scaling.attn_factor": model.model.rotary_emb.attention_scaling}
+    path = write_gguf(model, tmp_path / "longrope.gguf", tensors=factors, metadata=attention)
+    torch.testing.assert_close(
+        peers.load_logits(path, ids), peers.peer_logits(model, ids), rtol=0, atol=peers.TOLERANCE
+    )
+    without = write_gguf(model, tmp_path / "without.gguf", metadata=attention)
+    with pytest.raises(CheckpointError, match=r"rope_factors_short\.weight"):
+        load_model(without, "fp32")
+
+
+@pytest.mark.parametrize("layers", [46, 62])
+def test_the_largest_gemmas_scale_by_their_width(layers: int, tmp_path: Path) -> None:
+    """The format has no key for it. 27B: 4608 / 32 = 144 in one, 5376 / 32 = 168 in the other; here 40 / 4."""
+    name = {46: "gemma2", 62: "gemma3"}[layers]
+    model = peers.make_peer(name, num_hidden_layers=layers, query_pre_attn_scalar=10, sliding_window_pattern=6)
+    loaded = load_model(write_gguf(model, tmp_path / "tiny.gguf"), "fp32")
+    assert loaded.spec.scale == pytest.approx(10**-0.5)
 
 
 def peer_reading(path: Path) -> Any:
@@ -111,7 +182,7 @@ def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
     ("key", "value", "reason"),
     [
         ("llama.expert_count", 4, "UNSUPPORTED_KEY"),
-        ("llama.rope.scaling.type", "yarn", "UNSUPPORTED_KEY"),
+        ("llama.rope.scaling.type", "longrope", "UNSUPPORTED_KEY"),
         ("llama.rope.dimension_count", 6, "UNSUPPORTED_KEY"),
         ("llama.attention.value_length", 8, "UNSUPPORTED_KEY"),
         ("llama.vocab_size", 60, "UNSUPPORTED_KEY"),

@@ -17,6 +17,9 @@ LINEAR_LAYER = ["full_attention", "linear_attention", "full_attention"]
 WINDOWED = {"use_sliding_window": True, "sliding_window": 5}
 
 
+PHI4 = {key: peers.longrope(6)["rope_parameters"][key] for key in ("short_factor", "long_factor")}
+
+
 def spec_of(path: Path) -> ModelSpec:
     return load_model(path, "fp32").spec
 
@@ -47,8 +50,28 @@ def spec_of(path: Path) -> ModelSpec:
         ("qwen2-windows", {"layer_types": ABSENT}),  # then max_window_layers decides
         ("gpt2", {"n_inner": 160, "tie_word_embeddings": ABSENT}),
         ("gpt2", {"n_ctx": 64}),
+        ("phi3-longrope", {
+            "rope_parameters": ABSENT,
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {**PHI4, "type": "su"},
+        }),
+        ("gemma2", {"layer_types": ABSENT, "hidden_act": "gelu_pytorch_tanh"}),
+        ("gemma3", {
+            "layer_types": ABSENT,
+            "_sliding_window_pattern": ABSENT,
+            "sliding_window_pattern": 2,
+            "rope_parameters": ABSENT,
+            "rope_theta": 50000.0,
+            "rope_local_base_freq": 100.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        }),
+        ("smollm3", {"no_rope_layers": ABSENT, "layer_types": ABSENT}),
+        ("qwen3-moe", {"num_local_experts": ABSENT, "num_experts": 5, "max_window_layers": 3}),
+        ("gpt-neox", {"rope_parameters": ABSENT, "rotary_pct": 0.25, "rotary_emb_base": 10000}),
+        ("bloom", {"hidden_size": ABSENT, "n_embed": 40, "seq_length": 2048, "n_inner": None}),
     ],
-)
+)  # fmt: skip
 def test_spelling_means_the_same(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     path = directory(tmp_path, name)
     before = spec_of(path)
@@ -103,7 +126,8 @@ def test_end_tokens_without_a_generation_config(tmp_path: Path) -> None:
     assert (spec_of(path).bos_id, spec_of(path).eos_ids) == (1, (2,))
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+ORIGINAL = "original_max_position_embeddings"
+OTHER = {"rope_type": "spiral", "rope_theta": 1e4, "factor": 4.0}
 LINEAR = {"type": "linear", "factor": 2.0}
 
 
@@ -115,8 +139,8 @@ LINEAR = {"type": "linear", "factor": 2.0}
         ("llama", {"architectures": []}, "architectures", "UNKNOWN_ARCHITECTURE"),
         ("llama", {"architectures": None, "model_type": "mamba"}, "model_type", "UNKNOWN_ARCHITECTURE"),
         ("llama", {"model_type": "qwen2"}, "model_type", "UNKNOWN_ARCHITECTURE"),
-        ("llama", {"rope_parameters": YARN}, "rope_type", "UNKNOWN_ROPE_TYPE"),
-        ("llama", {"rope_parameters": ABSENT, "rope_scaling": LINEAR}, "rope_type", "UNKNOWN_ROPE_TYPE"),
+        ("llama", {"rope_parameters": OTHER}, "rope_type", "UNKNOWN_ROPE_TYPE"),
+        ("llama", {"rope_parameters": ABSENT, "rope_scaling": {"type": "linear"}}, "factor", "MISSING_KEY"),
         ("llama", {"rope_parameters": {"type": "mrope", "rope_type": "default"}}, "type", "UNSUPPORTED_KEY"),
         ("llama", {"rope_parameters": {"mystery": 1}}, "mystery", "UNKNOWN_KEY"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", "UNSUPPORTED_KEY"),
@@ -124,7 +148,7 @@ LINEAR = {"type": "linear", "factor": 2.0}
         ("llama", {"rope_theta": 5.0}, "rope_theta", "UNSUPPORTED_KEY"),  # rope_parameters says 10000
         ("llama", {"rope_scaling": LINEAR}, "rope_scaling", "UNSUPPORTED_KEY"),
         ("llama", {"rope_parameters": "default"}, "rope_parameters", "UNSUPPORTED_KEY"),
-        ("llama3-scaled", {"rope_parameters": {"rope_type": "llama3"}}, "factor", "MISSING_KEY"),
+        ("llama3-scaled", {"rope_parameters": {"rope_type": "llama3"}}, ORIGINAL, "MISSING_KEY"),
         (
             "llama3-scaled",
             {"rope_parameters": {**peers.LLAMA3, "low_freq_factor": 4.0}},
@@ -157,6 +181,30 @@ LINEAR = {"type": "linear", "factor": 2.0}
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx", "UNSUPPORTED_KEY"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention", "UNSUPPORTED_KEY"),
         ("gpt2", {"n_ctx": 32}, "n_ctx", "UNSUPPORTED_KEY"),
+        ("llama-linear", {"rope_parameters": {"rope_type": "linear", "factor": -1.0}}, "factor", "BAD_VALUE"),
+        ("llama-dynamic", {"rope_parameters": {"rope_type": "dynamic"}}, "factor", "MISSING_KEY"),
+        ("llama-yarn", {ORIGINAL: 17}, ORIGINAL, "UNSUPPORTED_KEY"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type", "UNKNOWN_ROPE_TYPE"),
+        ("phi3-longrope", {"rope_parameters": peers.longrope(5)["rope_parameters"]}, "short_factor", "BAD_VALUE"),
+        ("phi3", {"attention_bias": True}, "attention_bias", "UNSUPPORTED_KEY"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers", "UNSUPPORTED_KEY"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier", "BAD_VALUE"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv", "UNKNOWN_KEY"),
+        ("gemma2", {"attn_logit_softcapping": ABSENT}, "attn_logit_softcapping", "MISSING_KEY"),
+        ("gemma2", {"hidden_act": "relu"}, "hidden_act", "UNSUPPORTED_KEY"),
+        ("gemma2", {"sliding_window": None}, "layer_types", "UNSUPPORTED_KEY"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "UNSUPPORTED_KEY"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention", "UNSUPPORTED_KEY"),
+        ("gemma3", {"rope_parameters": {"full_attention": {}, "other": {}}}, "other", "UNKNOWN_KEY"),
+        ("qwen3-moe", {"mlp_only_layers": [3]}, "mlp_only_layers", "UNSUPPORTED_KEY"),
+        ("qwen3-moe", {"num_experts": 4}, "num_local_experts", "UNSUPPORTED_KEY"),  # which says 5
+        ("qwen3-moe", {"num_experts_per_tok": 6}, "active_experts", "UNSUPPORTED_MODEL"),
+        ("qwen3-moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size", "UNKNOWN_KEY"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm", "UNSUPPORTED_KEY"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm",
+         "UNSUPPORTED_KEY"),
+        ("bloom", {"n_embed": 41}, "n_embed", "UNSUPPORTED_KEY"),
+        ("gpt-neox", {"rotary_pct": 0.5}, "rotary_pct", "UNSUPPORTED_KEY"),  # rope_parameters says 0.25
     ],
 )  # fmt: skip
 def test_config_is_refused_by_name(name: str, changes: dict[str, Any], field: str, reason: str, tmp_path: Path) -> None:

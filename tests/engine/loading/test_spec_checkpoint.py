@@ -126,7 +126,7 @@ def test_tensors_that_do_not_fit_the_spec_are_not_written(tmp_path: Path) -> Non
         ("eos_ids", [11], "eos_ids"),
         ("positions", {"theta": 1.0}, "kind"),
         ("positions", {"kind": "rope", "spin": 1.0}, "spec.positions.spin"),
-        ("positions", {"kind": "alibi"}, "positions.kind"),
+        ("positions", {"kind": "alibi"}, "positions.dims"),
         ("positions", {"kind": "rope", "theta": 1.0, "dims": 5}, "positions.dims"),
         ("positions", {"kind": "learned", "dims": 31}, "context_limit"),
         ("positions", {"kind": "rope", "scaling_parameters": [["factor"]]}, "spec.positions.scaling_parameters"),

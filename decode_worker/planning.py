@@ -1,0 +1,107 @@
+"""What is in the next step: the tokens of the streams, then what is computed again, then prompts. Takes their pages.
+
+Plans only, for the scheduler: no torch, no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from decode_worker.memory import Memory
+from decode_worker.prompts import Prompts
+from decode_worker.sequence import Sequence, State
+from decode_worker.step import DecodePlan
+from pdserve.engine.plan import Chunk, StepPlan
+from pdserve.engine.rate import Span
+
+
+@dataclass
+class Planner:
+    """See the module's docstring.
+
+    Args:
+        running: the scheduler's own list, oldest first.
+        max_batch: sequences of one step, prompts not counted.
+        recompute_tokens: tokens that one step may compute again, over all sequences.
+    """
+
+    memory: Memory
+    running: list[Sequence]
+    prompts: Prompts
+    max_batch: int
+    recompute_tokens: int
+
+    def plan(self) -> DecodePlan:
+        """The oldest sequences whose readers keep up and that have pages; may be empty. They are `stepping` then."""
+        memory = self.memory
+        memory.resume()
+        memory.stuck = False
+        takes: dict[Sequence, int] = {}  # tokens of the chunk; 0: its first logits are here
+        self._take_streams(takes)
+        self._take_prompts(takes)
+        if not takes and memory.resume():
+            return self.plan()  # one that stepped back found what it needs among the pins
+        chunks = {sequence.key: self._chunk(sequence, take) for sequence, take in takes.items() if take}
+        chosen = [s for s in takes if s.key not in chunks or chunks[s.key].logits == "last"]
+        return DecodePlan(
+            step=StepPlan(tuple(chunks.values())),
+            first={s.key: s.first for s in takes if s.first is not None},
+            samplers={s.key: s.generation.sampler for s in chosen if not s.choices},
+            kept=frozenset(s.key for s in chosen if s.choices),
+            copies=memory.copies,
+        )
+
+    def _take_streams(self, takes: dict[Sequence, int]) -> None:
+        """Whoever decodes, or computes again what it lost."""
+        budget = self.recompute_tokens
+        for sequence in tuple(self.running):
+            if len(takes) == self.max_batch:
+                return
+            # One that an older sequence preempted just now is no longer what it was when the loop began.
+            if not sequence.ready or sequence.state in (State.PREEMPTED, State.PREFILLING):
+                continue
+            take = 0
+            if sequence.first is None:
+                missing = sequence.remaining
+                take = 1 if missing == 1 else min(missing, budget)
+                if not take:
+                    continue  # others compute again in this step
+                if not self._grown(sequence, take):
+                    continue
+                budget -= take if missing > 1 else 0
+            takes[sequence] = take
+            sequence.stepping = True
+
+    def _take_prompts(self, takes: dict[Sequence, int]) -> None:
+        """Parts of prompts, beside what `takes` has."""
+        beside = _spans(takes)
+        streams = any(sequence.first is not None or sequence.remaining == 1 for sequence in takes)
+        prompts = [s for s in self.running if s.state is State.PREFILLING and s.ready]
+        for sequence, take in self.prompts.share(prompts, beside, streams):
+            # One of them may have lost its pages to another.
+            if sequence.state is State.PREFILLING and self._grown(sequence, take):
+                takes[sequence] = take
+                sequence.stepping = True
+
+    def _grown(self, sequence: Sequence, take: int) -> bool:
+        grown = self.memory.grow(sequence, sequence.cached + take)
+        self.memory.stuck |= not grown
+        return grown
+
+    def _chunk(self, sequence: Sequence, take: int) -> Chunk:
+        """The next tokens that are not cached: the last one sampled, or after preemption more than that."""
+        end = sequence.cached + take
+        return Chunk(
+            key=sequence.key,
+            ids=sequence.tokens(sequence.cached, end),
+            start=sequence.cached,
+            pages=sequence.pages[: self.memory.blocks.pages_for(end)],
+            logits="last" if end == sequence.length else "none",
+            adapter=sequence.request.adapter,
+        )
+
+
+def _spans(takes: Mapping[Sequence, int]) -> list[Span]:
+    """What a step of these chunks has to compute."""
+    return [(sequence.cached, take) for sequence, take in takes.items() if take]

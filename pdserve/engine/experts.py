@@ -1,0 +1,62 @@
+"""A mixture of experts: a router picks `active` of the MLPs for each token and adds their outputs up, weighted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.dtypes import wide
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Expert:
+    """down(act(gate z) * up z)."""
+
+    gate: Map  # width -> inner width
+    up: Map
+    down: Map  # inner width -> width
+
+
+@dataclass(frozen=True)
+class Experts:
+    router: Map  # width -> a score per expert
+    experts: tuple[Expert, ...]
+    active: int
+    norm: bool  # the weights of those chosen are scaled to add up to 1
+    tiled: bool  # deterministic mode: z has the rows of one tile
+
+    def __call__(self, z: Tensor, activate: Map) -> Tensor:
+        """z [T, width] -> [T, width]; experts are added in ascending order."""
+        weights, chosen = self.route(z)
+        out = torch.zeros_like(z)
+        for number in sorted(set(chosen.flatten().tolist())):
+            hit = chosen == number  # [T, active], at most once per row
+            if self.tiled:
+                out = self._add_tile(out, number, z, (weights * hit).sum(-1), hit.any(-1), activate)
+            else:
+                rows = hit.any(-1).nonzero()[:, 0]
+                out.index_add_(0, rows, self._run(number, z[rows], activate) * weights[hit][:, None])
+        return out
+
+    def route(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights, in z's dtype, and numbers of each row's experts, [T, active] each. Softmax is in fp32 or wider."""
+        scores = torch.softmax(self.router(z).to(wide(z.dtype)), -1)
+        weights, chosen = torch.topk(scores, self.active, -1)
+        if self.norm:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(z.dtype), chosen
+
+    def _run(self, number: int, z: Tensor, activate: Map) -> Tensor:
+        expert = self.experts[number]
+        return expert.down(activate(expert.gate(z)) * expert.up(z))
+
+    def _add_tile(self, out: Tensor, number: int, z: Tensor, weight: Tensor, hit: Tensor, activate: Map) -> Tensor:
+        """The expert computes the whole tile, so that a row's bits do not depend on who else takes the expert;
+        rows that do not take it stay exactly as they are. weight, hit [T].
+        """
+        return torch.where(hit[:, None], out + self._run(number, z, activate) * weight[:, None], out)

@@ -1,0 +1,111 @@
+"""The architectures of GGUF files, as data; gguf_spec.py reads the metadata by them.
+
+Layouts that differ from ours, from the format's documentation and its converter: Llama's q and k rows hold rotary
+neighbours; the q, k, v of GPT-2, BLOOM and Phi-3 are one matrix, already [outputs, inputs], and BLOOM's no longer
+alternate head by head; Phi-3's gate and up are one matrix; Gemma's norms are stored with their offset added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pdserve.engine.stored import Naming
+
+_MODULES = {
+    "embed": "token_embd",
+    "embed_norm": "token_embd_norm",
+    "pos": "position_embd",
+    "final_norm": "output_norm",
+    "head": "output",
+    "attn_norm": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "o": "attn_output",
+    "attn_out_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+    "mlp_out_norm": "post_ffw_norm",
+    "router": "ffn_gate_inp",
+    "expert_gate": "ffn_gate_exps",
+    "expert_up": "ffn_up_exps",
+    "expert_down": "ffn_down_exps",
+}
+_PLAIN = Naming(layer="blk.{layer}.", modules=_MODULES)
+_FUSED_QKV = replace(_PLAIN, modules={**_MODULES, **dict.fromkeys("qkv", "attn_qkv")}, fused=(("q", "k", "v"),))
+_FUSED = replace(_FUSED_QKV, modules={**_FUSED_QKV.modules, "gate": "ffn_up"}, fused=(("q", "k", "v"), ("gate", "up")))
+_BIASES = ("qkv_bias", "attn_out_bias", "mlp_bias")
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """One architecture. Keys are without the architecture's prefix."""
+
+    model_type: str  # what directories of the same models call it
+    naming: Naming
+    traits: Mapping[str, Any] = field(default_factory=dict)  # ModelSpec fields that never vary
+    norm_eps: str = "attention.layer_norm_rms_epsilon"
+    numbers: Mapping[str, str] = field(default_factory=dict)  # further ModelSpec fields -> key
+    options: frozenset[str] = frozenset()  # biases that are there if their tensors are
+    positions: str = "rope"  # rope | learned | alibi
+    partial: bool = False  # a part of a head may be rotated
+    window: str = ""  # key of the tokens that a layer with a window sees
+    pattern: int = 0  # every so many-th layer has none; 0: all layers have one
+    local_theta: float = 0.0  # of the layers with a window, where these have a rotation of their own
+    experts: bool = False  # in every layer
+    scaled_embedding: bool = False  # by the square root of the width
+    wide_scale: int = 0  # a model of so many layers scales scores by width / heads instead of the head dim
+
+
+_LAYER_NORM = {
+    "norm": "layer",
+    "norm_shift": True,
+    "mlp": "plain",
+    "activation": "gelu_tanh",
+    **dict.fromkeys(_BIASES, True),
+}
+_GEMMA = {"norm_order": "sandwich", "norm_offset": 1.0, "activation": "gelu_tanh"}
+
+GGUF_FAMILIES: Mapping[str, GgufFamily] = {
+    "llama": GgufFamily("llama", replace(_PLAIN, paired=frozenset({"q", "k"})), options=frozenset(_BIASES)),
+    "qwen2": GgufFamily("qwen2", _PLAIN, {"qkv_bias": True}),
+    "qwen3": GgufFamily("qwen3", _PLAIN, {"qk_norm": True}),
+    "qwen3moe": GgufFamily("qwen3_moe", _PLAIN, {"qk_norm": True, "norm_experts": True}, experts=True),
+    "phi3": GgufFamily("phi3", _FUSED, partial=True, window="attention.sliding_window"),
+    "gemma2": GgufFamily(
+        "gemma2",
+        replace(_PLAIN, add_to_scales=-1.0),
+        _GEMMA,
+        numbers={"soft_cap": "attn_logit_softcapping", "logit_soft_cap": "final_logit_softcapping"},
+        window="attention.sliding_window",
+        pattern=2,
+        scaled_embedding=True,
+        wide_scale=46,  # the 27B model
+    ),
+    "gemma3": GgufFamily(
+        "gemma3_text",
+        replace(_PLAIN, add_to_scales=-1.0),
+        {**_GEMMA, "qk_norm": True},
+        window="attention.sliding_window",
+        pattern=6,
+        local_theta=10000.0,
+        scaled_embedding=True,
+        wide_scale=62,  # the 27B model
+    ),
+    "gpt2": GgufFamily(
+        "gpt2", _FUSED_QKV, _LAYER_NORM, norm_eps="attention.layer_norm_epsilon", positions="learned"
+    ),
+    "bloom": GgufFamily(
+        "bloom",
+        _FUSED_QKV,
+        {**_LAYER_NORM, "embed_norm": True},
+        norm_eps="attention.layer_norm_epsilon",
+        positions="alibi",
+    ),
+}  # fmt: skip

@@ -1,0 +1,182 @@
+"""From the metadata of a GGUF file to a ModelSpec, every key accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cache_transfer.contract import PositionScheme
+from pdserve.engine.fields import Fields
+from pdserve.engine.gguf_families import GGUF_FAMILIES, GgufFamily
+from pdserve.engine.gguf_rope import gguf_rope_scheme
+from pdserve.engine.rope_scaling import within
+from pdserve.engine.spec import ModelSpec
+from pdserve.engine.stored import StoredTensor
+from pdserve.errors import CheckpointError
+
+_BIAS_TENSORS = {"qkv_bias": "attn_q", "attn_out_bias": "attn_output", "mlp_bias": "ffn_up"}
+# Metadata outside the architecture's own prefix never changes the forward pass.
+_HARMLESS_PREFIXES = ("general.", "tokenizer.", "quantize.", "split.")
+
+
+class _Metadata(Fields):
+    """Fields whose keys are given without the architecture's prefix: `key` completes them."""
+
+    def __init__(self, values: Mapping[str, Any], where: str, arch: str) -> None:
+        super().__init__(values, where)
+        self.arch = arch
+
+    def key(self, name: str) -> str:
+        return f"{self.arch}.{name}"
+
+    def size(self, name: str, *default: Any, minimum: int = 1) -> int:
+        return self.integer(self.key(name), *default, minimum=minimum)
+
+
+def spec_from_metadata(
+    metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor], where: str
+) -> tuple[GgufFamily, ModelSpec]:
+    """Raises CheckpointError naming the key that is missing, wrong, unsupported or unknown."""
+    arch = str(metadata.get("general.architecture"))
+    if arch not in GGUF_FAMILIES:
+        raise CheckpointError(
+            f"{where} is of architecture {arch}",
+            field="general.architecture",
+            reason="UNKNOWN_ARCHITECTURE",
+            remedy=f"supported are {', '.join(GGUF_FAMILIES)}",
+        )
+    family, fields = GGUF_FAMILIES[arch], _Metadata(metadata, where, arch)
+    read = _sizes(fields, stored) | dict(family.traits)
+    read["norm_eps"] = _single(fields.number(fields.key(family.norm_eps)))
+    read |= {name: _single(fields.number(fields.key(key))) for name, key in family.numbers.items()}
+    read |= {name: f"blk.0.{_BIAS_TENSORS[name]}.bias" in stored for name in sorted(family.options)}
+    read |= _positions(fields, family, read, stored) | _experts(fields, family)
+    read |= _layers(fields, family, read) | _scales(family, read)
+    spec = ModelSpec(
+        **read,
+        tied_head="output.weight" not in stored,
+        bos_id=fields.integer("tokenizer.ggml.bos_token_id", None, minimum=0),
+        eos_ids=_eos(fields),
+    )
+    _refuse_rest(fields)
+    return family, within(spec, 0)
+
+
+def _sizes(fields: _Metadata, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    vocab_size, heads = _vocab_size(fields, stored), fields.size("attention.head_count")
+    width = fields.size("embedding_length")
+    return {
+        "vocab_size": vocab_size,
+        "width": width,
+        "layers": fields.size("block_count"),
+        "heads": heads,
+        "kv_heads": fields.size("attention.head_count_kv", heads),
+        "head_dim": _head_dim(fields, width, heads),
+        "ffn_width": fields.size("feed_forward_length"),
+        "context_limit": fields.size("context_length"),
+    }
+
+
+def _single(value: float) -> float:
+    """The shortest decimal of a stored single: 9.999999747378752e-06 was written as 1e-05.
+
+    So a GGUF and a config.json of one model give one spec.
+    """
+    return float(str(np.float32(value)))
+
+
+def _positions(
+    fields: _Metadata, family: GgufFamily, read: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> dict[str, PositionScheme]:
+    if family.positions == "learned":
+        return {"positions": PositionScheme(kind="learned", dims=read["context_limit"])}
+    if family.positions == "alibi":
+        return {"positions": PositionScheme(kind="alibi", dims=read["heads"])}
+    sizes = read["head_dim"], read["context_limit"]
+    return {"positions": gguf_rope_scheme(fields, fields.arch, *sizes, family.partial, stored)}
+
+
+def _experts(fields: _Metadata, family: GgufFamily) -> dict[str, int]:
+    if not family.experts:
+        return {}
+    return {
+        "experts": fields.size("expert_count"),
+        "active_experts": fields.size("expert_used_count"),
+        "expert_width": fields.size("expert_feed_forward_length"),
+    }
+
+
+def _layers(fields: _Metadata, family: GgufFamily, read: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows, and the positions of layers with one where these have their own."""
+    if not family.window:
+        return {}
+    window, layers = fields.size(family.window, 0, minimum=0), read["layers"]
+    if not family.pattern:
+        return {"sliding_window": (window,) * layers if window else ()}
+    if not window:
+        raise fields.missing(fields.key(family.window))
+    pattern = fields.size(f"{family.window}_pattern", family.pattern)
+    windows = tuple(0 if (i + 1) % pattern == 0 else window for i in range(layers))
+    found: dict[str, Any] = {"sliding_window": windows}
+    if family.local_theta:
+        theta = fields.number(fields.key("rope.freq_base_swa"), family.local_theta)
+        local = PositionScheme(kind="rope", theta=theta, dims=read["head_dim"])
+        found["layer_positions"] = tuple(local if w else read["positions"] for w in windows)
+    return found
+
+
+def _scales(family: GgufFamily, read: Mapping[str, Any]) -> dict[str, float]:
+    """What the format leaves to whoever knows the architecture."""
+    found: dict[str, float] = {}
+    if family.scaled_embedding:
+        found["embed_scale"] = read["width"] ** 0.5
+    if family.wide_scale and read["layers"] == family.wide_scale:
+        found["attention_scale"] = (read["width"] / read["heads"]) ** -0.5
+    return found
+
+
+def _head_dim(fields: _Metadata, width: int, heads: int) -> int:
+    key = fields.key("attention.key_length")
+    if key not in fields and width % heads:
+        raise fields.unsupported(fields.key("attention.head_count"), heads, f"it does not divide the width {width}")
+    head_dim = fields.integer(key, width // heads)
+    fields.expect(fields.key("attention.value_length"), (head_dim,))
+    return head_dim
+
+
+def _vocab_size(fields: _Metadata, stored: Mapping[str, StoredTensor]) -> int:
+    """The rows of the embedding; metadata may say it too and must agree."""
+    if "token_embd.weight" not in stored:
+        raise CheckpointError(
+            "tensor token_embd.weight is missing",
+            field="token_embd.weight",
+            reason="MISSING_TENSOR",
+            remedy="the checkpoint is incomplete; fetch it again",
+        )
+    vocab_size = stored["token_embd.weight"].shape[0]
+    fields.expect(fields.key("vocab_size"), (vocab_size,))
+    return vocab_size
+
+
+def _eos(fields: Fields) -> tuple[int, ...]:
+    """The end of text, and the end of a turn or message where the file has them."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [fields.integer(f"tokenizer.ggml.{key}", None, minimum=0) for key in keys]
+    return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _refuse_rest(fields: _Metadata) -> None:
+    fields.expect("general.type", ("model",))
+    fields.expect("split.count", (0, 1))
+    for name, allowed in (
+        ("expert_count", (0,)),
+        ("expert_used_count", (0,)),
+        ("use_parallel_residual", (False,)),
+        ("attention.causal", (True,)),
+        ("tensor_data_layout", ("reference",)),
+    ):
+        if not fields.taken(fields.key(name)):
+            fields.expect(fields.key(name), allowed)
+    fields.finish(lambda key: key.startswith(_HARMLESS_PREFIXES))

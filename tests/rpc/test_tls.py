@@ -1,0 +1,295 @@
+"""Mutual TLS of real servers and channels: who is let in, for what, and what a changed file does."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve.errors import ConfigError, PdserveError, PermissionDenied, Unavailable
+from pdserve.rpc.channel import ChannelPool, channel
+from pdserve.rpc.server import Server
+from pdserve.rpc.settings import RpcSettings, TlsSettings
+from pdserve.rpc.status import from_rpc_error
+from pdserve.rpc.tls import CLIENT, MAY_CALL, OPERATOR, ROUTER, WORKER, Identity
+from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.rpc.certificates import make_certificates, rpc_of
+from tests.rpc.gateway import ScriptedGateway, serving
+
+ALL = (WORKER, ROUTER, OPERATOR, CLIENT)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+async def no_models(request: Any, context: Any) -> gateway_pb2.ListModelsResponse:
+    return gateway_pb2.ListModelsResponse()
+
+
+async def ask(address: str, settings: RpcSettings | None, peer: str = ROUTER) -> PdserveError | None:
+    """What a listing of models fails with."""
+    async with channel(address, settings, peer=peer) as link:
+        return await ask_over(link, address)
+
+
+async def ask_over(link: grpc.aio.Channel, address: str) -> PdserveError | None:
+    stub = gateway_pb2_grpc.GatewayStub(link)
+    try:
+        await stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=5.0)
+    except grpc.RpcError as error:
+        return from_rpc_error(error, address)
+    return None
+
+
+@asynccontextmanager
+async def gateway(settings: RpcSettings) -> AsyncIterator[str]:
+    async with serving(ScriptedGateway(models=no_models), settings) as server:
+        yield server.address
+
+
+def test_another_program_accepts_the_certificates(folder: Path) -> None:
+    for role in ALL:
+        for purpose in ("sslserver", "sslclient"):
+            command = [
+                "openssl",
+                "verify",
+                "-purpose",
+                purpose,
+                "-CAfile",
+                folder / "ca.crt",
+                folder / role / "tls.crt",
+            ]
+            assert subprocess.run(command, capture_output=True).returncode == 0
+        assert (folder / role / "tls.key").stat().st_mode & 0o077 == 0
+    assert (folder / "ca.key").stat().st_mode & 0o077 == 0
+
+
+async def test_only_certificates_of_this_deployment_are_let_in(folder: Path, tmp_path: Path) -> None:
+    strangers = make_certificates(tmp_path / "strangers")
+    # The right authority and a certificate of another one, so that only the server can object.
+    mixed = TlsSettings(
+        str(strangers / CLIENT / "tls.crt"), str(strangers / CLIENT / "tls.key"), str(folder / "ca.crt")
+    )
+    async with gateway(rpc_of(folder, ROUTER)) as address:
+        assert await ask(address, rpc_of(folder, CLIENT)) is None
+        for settings in (None, RpcSettings(allow_plaintext=True), rpc_of(strangers, CLIENT), RpcSettings(tls=mixed)):
+            assert isinstance(await ask(address, settings), Unavailable)
+        nobody = grpc.ssl_channel_credentials((folder / "ca.crt").read_bytes())
+        override = (("grpc.ssl_target_name_override", "router.pdserve"),)
+        async with grpc.aio.secure_channel(address, nobody, options=override) as link:
+            assert isinstance(await ask_over(link, address), Unavailable)
+        assert await ask(address, rpc_of(folder, CLIENT)) is None
+
+
+@pytest.mark.parametrize("plays", [WORKER, CLIENT, OPERATOR])
+async def test_a_server_must_be_what_the_caller_wanted(folder: Path, plays: str) -> None:
+    """A stolen certificate of another role cannot take a router's place."""
+    async with gateway(rpc_of(folder, plays)) as address:
+        assert isinstance(await ask(address, rpc_of(folder, CLIENT)), Unavailable)
+
+
+async def test_a_name_of_another_deployment_is_no_role(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "both")
+    make_certificates(tmp_path / "both", "--deployment", "other")
+    async with gateway(rpc_of(folder, ROUTER)) as address:
+        error = await ask(address, rpc_of(tmp_path / "both", CLIENT))
+    assert isinstance(error, PermissionDenied)
+    assert (error.reason, error.field) == ("ROLE", "certificate")
+    assert "client.pdserve" in error.remedy
+
+
+async def test_each_service_takes_the_roles_that_need_it_and_no_others(folder: Path) -> None:
+    """Every pair of a service and a role, at a server whose methods only end."""
+    server = Server(rpc_of(folder, WORKER))
+    server.add_generic_rpc_handlers(
+        grpc.method_handlers_generic_handler(service, {"Try": grpc.stream_stream_rpc_method_handler(nothing)})
+        for service in MAY_CALL
+    )
+    await server.start()
+    let_in = set()
+    try:
+        for role in ALL:
+            async with channel(server.address, rpc_of(folder, role)) as link:
+                health = await health_pb2_grpc.HealthStub(link).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+                assert health.status == health_pb2.HealthCheckResponse.SERVING  # for whoever has a certificate
+                let_in |= {(service.rpartition(".")[2], role) for service in MAY_CALL if await may_try(link, service)}
+    finally:
+        await server.stop()
+    assert let_in == {
+        ("Transfer", WORKER),
+        ("Prefill", ROUTER),
+        ("Decode", ROUTER),
+        ("Worker", ROUTER),
+        ("Worker", OPERATOR),
+        ("Registry", WORKER),
+        ("Registry", ROUTER),
+        ("Registry", OPERATOR),
+        ("Adapters", ROUTER),
+        ("Adapters", OPERATOR),
+        ("Gateway", CLIENT),
+        ("Gateway", OPERATOR),
+        ("Gateway", ROUTER),
+    }
+
+
+async def nothing(stream: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    return
+    yield b""
+
+
+async def may_try(link: grpc.aio.Channel, service: str) -> bool:
+    call = link.stream_stream(f"/{service}/Try")([b""], timeout=5.0)
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.PERMISSION_DENIED, error
+        return False
+    return True
+
+
+def test_every_service_of_this_project_has_roles() -> None:
+    """One that is new cannot be forgotten: what the table lacks would be open to any certificate."""
+    stubs = Path(gateway_pb2.__file__).parent.glob("*_pb2.py")
+    modules = [importlib.import_module(f"pdserve.v1.{stub.stem}") for stub in stubs]
+    services = {s.full_name for module in modules for s in module.DESCRIPTOR.services_by_name.values()}
+    assert services == set(MAY_CALL)
+
+
+async def test_new_certificates_are_used_without_a_restart(tmp_path: Path) -> None:
+    """Server and client change to another authority while one call goes on over the old connection."""
+    folder = make_certificates(tmp_path / "mine")
+    others = make_certificates(tmp_path / "others")
+    served, waiting, ending = rpc_of(folder, ROUTER), asyncio.Event(), asyncio.Event()
+
+    async def slow(request: Any, context: Any) -> gateway_pb2.StatusResponse:
+        waiting.set()
+        await ending.wait()
+        return gateway_pb2.StatusResponse(version="old and good")
+
+    async with serving(ScriptedGateway(models=no_models, status=slow), served) as server:
+        pool = ChannelPool(rpc_of(folder, CLIENT), peer=ROUTER)
+        first = pool.get(server.address)
+        running = asyncio.ensure_future(gateway_pb2_grpc.GatewayStub(first).Status(gateway_pb2.StatusRequest()))
+        await waiting.wait()
+        assert isinstance(await ask(server.address, rpc_of(others, CLIENT)), Unavailable)
+
+        for role in (ROUTER, CLIENT):
+            for name in ("ca.crt", "tls.crt", "tls.key"):
+                shutil.copy(others / role / name, folder / role / name)
+        second = pool.get(server.address)
+        assert second is not first
+        assert await ask_over(second, server.address) is None
+        assert await ask(server.address, rpc_of(others, CLIENT)) is None
+        assert pool.get(server.address) is second
+
+        ending.set()
+        assert (await running).version == "old and good"
+        await pool.close()
+
+
+async def test_a_damaged_file_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_certificates(tmp_path)
+    async with gateway(rpc_of(folder, ROUTER)) as address:
+        good = (folder / ROUTER / "tls.key").read_bytes()
+        (folder / ROUTER / "tls.key").write_bytes(good[: len(good) // 2])
+        assert await ask(address, rpc_of(folder, CLIENT)) is None
+        assert "the certificate stays as it was" in caplog.text
+        assert "PRIVATE KEY" not in caplog.text
+        (folder / ROUTER / "tls.key").unlink()
+        assert await ask(address, rpc_of(folder, CLIENT)) is None
+
+
+@pytest.mark.parametrize(
+    ("damaged", "field"), [("ca.crt", "ca_file"), ("tls.crt", "key_file"), ("tls.key", "key_file")]
+)
+async def test_files_that_cannot_be_used_are_named_at_the_start(tmp_path: Path, damaged: str, field: str) -> None:
+    folder = make_certificates(tmp_path) / ROUTER
+    for content in (b"nothing", None):
+        if content is None:
+            (folder / damaged).unlink()
+        else:
+            (folder / damaged).write_bytes(content)
+        for use in (lambda: server_start(RpcSettings(tls=TlsSettings.of_folder(folder))), lambda: opened(folder)):
+            with pytest.raises(ConfigError) as caught:
+                await use()
+            assert caught.value.field == f"rpc.tls.{field}" or content is None
+            assert caught.value.field.startswith("rpc.tls.") and caught.value.remedy
+
+
+async def server_start(settings: RpcSettings) -> None:
+    await Server(settings).start()
+
+
+async def opened(folder: Path) -> None:
+    channel("127.0.0.1:1", RpcSettings(tls=TlsSettings.of_folder(folder)))
+
+
+def test_a_key_of_another_certificate_is_refused(folder: Path) -> None:
+    mixed = TlsSettings(str(folder / ROUTER / "tls.crt"), str(folder / WORKER / "tls.key"), str(folder / "ca.crt"))
+    with pytest.raises(ConfigError) as caught:
+        Identity(mixed).current()
+    assert caught.value.field == "rpc.tls.key_file"
+
+
+@pytest.mark.parametrize("missing", ["cert_file", "key_file", "ca_file"])
+def test_two_of_three_files_are_not_enough(missing: str) -> None:
+    files = {name: "x.pem" for name in ("cert_file", "key_file", "ca_file") if name != missing}
+    with pytest.raises(ConfigError) as caught:
+        RpcSettings(tls=TlsSettings(**files))
+    assert caught.value.field == f"rpc.tls.{missing}"
+
+
+async def test_with_certificates_other_machines_may_be_reached(folder: Path) -> None:
+    """Plaintext needs leave there; this needs none."""
+    server = Server(rpc_of(folder, WORKER), host="0.0.0.0")
+    address = await server.start()
+    await server.stop()
+    async with channel(address.replace("0.0.0.0", "192.0.2.1"), rpc_of(folder, ROUTER)):
+        pass
+
+
+async def test_old_protocols_are_refused(folder: Path) -> None:
+    """No TLS below 1.2, whatever a caller offers."""
+    mine = folder / CLIENT
+    files = ["-CAfile", mine / "ca.crt", "-cert", mine / "tls.crt", "-key", mine / "tls.key", "-alpn", "h2"]
+    async with gateway(rpc_of(folder, ROUTER)) as address:
+        for version, works in (("-tls1_1", False), ("-tls1_2", True), ("-tls1_3", True)):
+            command = ["openssl", "s_client", "-connect", address, version, "-cipher", "ALL:@SECLEVEL=0", *files]
+            ended = await asyncio.to_thread(subprocess.run, command, input=b"", capture_output=True, timeout=20)
+            assert (ended.returncode == 0) is works, ended.stderr.decode()
+
+
+def test_signing_again_keeps_the_authority(tmp_path: Path) -> None:
+    folder = make_certificates(tmp_path)
+    before = {f: f.read_bytes() for f in sorted(folder.rglob("*.crt"))}
+    make_certificates(folder, "--days", "30", "--host", "llm.example.org")
+    after = {f: f.read_bytes() for f in sorted(folder.rglob("*.crt"))}
+    authority = folder / "ca.crt"
+    assert before.keys() == after.keys() and before[authority] == after[authority]
+    assert all(before[folder / role / "tls.crt"] != after[folder / role / "tls.crt"] for role in ALL)
+    router = x509.load_pem_x509_certificate(after[folder / ROUTER / "tls.crt"])
+    names = router.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["router.pdserve", "localhost", "llm.example.org"]
+
+
+@pytest.mark.parametrize("damage", ["ca.key", "ca.crt"])
+def test_a_folder_without_a_whole_authority_is_not_signed_in(tmp_path: Path, damage: str) -> None:
+    folder = make_certificates(tmp_path)
+    (folder / damage).write_text("nothing")
+    before = (folder / WORKER / "tls.crt").read_bytes()
+    with pytest.raises(ConfigError):
+        make_certificates(folder)
+    assert (folder / WORKER / "tls.crt").read_bytes() == before
