@@ -6,7 +6,7 @@ import asyncio
 import gc
 import multiprocessing
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -36,6 +36,8 @@ from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 
 TIMEOUT_S = 600.0
+
+HandOver = Callable[[decode_pb2.Admitted], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,17 @@ class Pair:
     """Requests through both workers."""
 
     def __init__(self, prefill: Any, decode: Any, contract: common_pb2.WorkerContract) -> None:
-        self._prefill, self._decode, self._contract = prefill, decode, contract
+        self._prefill, self._decode, self.contract = prefill, decode, contract
         self._count = 0
 
-    async def generate(self, ids: Sequence[int], max_tokens: int) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        """Greedy output of exactly `max_tokens`: the events after admission, as they arrive."""
+    async def generate(
+        self, ids: Sequence[int], max_tokens: int, hand_over: HandOver | None = None
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        """Greedy output of exactly `max_tokens`: the events after admission, as they arrive.
+
+        Args:
+            hand_over: brings the cache; by default the prefill worker computes and pushes it.
+        """
         self._count += 1
         request_id = f"benchmark-{self._count}"
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
@@ -100,24 +108,13 @@ class Pair:
             tenant="benchmark",
             prompt_ids=ids,
             sampling=sampling_to_proto(params),
-            prefill_contract=self._contract,
+            prefill_contract=self.contract,
         )
         call = self._decode.Generate(timeout=TIMEOUT_S)
         try:
             await call.write(decode_pb2.DecodeRequest(open=opening))
             admitted = (await call.read()).admitted
-            await self._prefill.Run(
-                prefill_pb2.RunRequest(
-                    request_id=request_id,
-                    tenant="benchmark",
-                    prompt_ids=ids,
-                    ticket=admitted.ticket,
-                    identity=admitted.identity,
-                    decode_contract=admitted.contract,
-                    logits_only=admitted.logits_only,
-                ),
-                timeout=TIMEOUT_S,
-            )
+            await (hand_over(admitted) if hand_over else self._run(request_id, ids, admitted))
             ended = False
             while not ended:
                 event = await call.read()
@@ -125,6 +122,20 @@ class Pair:
                 yield event
         finally:
             call.cancel()
+
+    async def _run(self, request_id: str, ids: Sequence[int], admitted: decode_pb2.Admitted) -> None:
+        await self._prefill.Run(
+            prefill_pb2.RunRequest(
+                request_id=request_id,
+                tenant="benchmark",
+                prompt_ids=ids,
+                ticket=admitted.ticket,
+                identity=admitted.identity,
+                decode_contract=admitted.contract,
+                logits_only=admitted.logits_only,
+            ),
+            timeout=TIMEOUT_S,
+        )
 
     async def handoff(self, ids: Sequence[int]) -> None:
         """One whole prompt handed over; two tokens, so that its cache travels."""

@@ -98,7 +98,7 @@ class Prompts:
 
     def wait_s(self, prompts: Iterable[Prompt], beside: Sequence[Span]) -> float:
         """Seconds before a prompt of `chunk_tokens` would begin that came now; 0 while none was computed here."""
-        rate = self.shared_tokens_per_s(beside)
+        rate = self.shared_tokens_per_s(beside) if beside else self.tokens_per_s()
         tokens = [prompt.remaining for prompt in prompts]
         ahead = sum(count for count in tokens if count <= self.chunk_tokens)
         # Those who wait longest compute besides, as long as there are any.

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("pdserve", "cache_transfer", "prefill_worker", "decode_worker", "router")
 
-ANYONE = ("pdserve", "pdserve.errors", "pdserve.request")
+ANYONE = ("pdserve", "pdserve.errors", "pdserve.gguf_pairs", "pdserve.request")
 EVERYTHING = PACKAGES
 WORKER = (
     "pdserve.worker_main",

@@ -14,6 +14,7 @@ from pdserve.engine.gguf_rope import gguf_rope_scheme
 from pdserve.engine.rope_scaling import within
 from pdserve.engine.spec import ModelSpec
 from pdserve.engine.stored import StoredTensor
+from pdserve.engine.validate import MAX_EXPERTS, MAX_LAYERS
 from pdserve.errors import CheckpointError
 
 _BIAS_TENSORS = {"qkv_bias": "attn_q", "attn_out_bias": "attn_output", "mlp_bias": "ffn_up"}
@@ -31,8 +32,8 @@ class _Metadata(Fields):
     def key(self, name: str) -> str:
         return f"{self.arch}.{name}"
 
-    def size(self, name: str, *default: Any, minimum: int = 1) -> int:
-        return self.integer(self.key(name), *default, minimum=minimum)
+    def size(self, name: str, *default: Any, minimum: int = 1, maximum: int = 2**62) -> int:
+        return self.integer(self.key(name), *default, minimum=minimum, maximum=maximum)
 
 
 def spec_from_metadata(
@@ -70,7 +71,7 @@ def _sizes(fields: _Metadata, stored: Mapping[str, StoredTensor]) -> dict[str, A
     return {
         "vocab_size": vocab_size,
         "width": width,
-        "layers": fields.size("block_count"),
+        "layers": fields.size("block_count", maximum=MAX_LAYERS),
         "heads": heads,
         "kv_heads": fields.size("attention.head_count_kv", heads),
         "head_dim": _head_dim(fields, width, heads),
@@ -102,7 +103,7 @@ def _experts(fields: _Metadata, family: GgufFamily) -> dict[str, int]:
     if not family.experts:
         return {}
     return {
-        "experts": fields.size("expert_count"),
+        "experts": fields.size("expert_count", maximum=MAX_EXPERTS),
         "active_experts": fields.size("expert_used_count"),
         "expert_width": fields.size("expert_feed_forward_length"),
     }

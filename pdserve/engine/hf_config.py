@@ -57,6 +57,8 @@ def spec_from_config(family: Family, config: Mapping[str, Any], generation: Mapp
     if read["layers"] > MAX_LAYERS:
         fields.integer(family.keys["layers"].name, maximum=MAX_LAYERS)
     read["head_dim"] = _head_dim(family, fields, read)
+    if read.get("attention_scale") == read["head_dim"] ** -0.5:
+        del read["attention_scale"]  # the default: one model has one spec, however it is spelled
     read |= _positions(family, fields, read)
     read |= layer_fields(family, fields, read)
     read.pop("local_positions", None)

@@ -155,17 +155,10 @@ def assemble(
     tensors: dict[str, Tensor] = {}
     for name, shape in expected_tensors(spec).items():
         source = sources[name]
+        _check_shapes(name, shape, source, stored)  # before anything of that size is made
         own = torch.empty(shape, dtype=target, device=device)
         for place, part in enumerate(source.names):
-            tensor = stored[part]
-            if _canonical_shape(tensor.shape, source) != (shape[1:] if source.stack else shape):
-                raise CheckpointError(
-                    f"tensor {part} is {list(tensor.shape)}, which does not make {name} {list(shape)}",
-                    field=part,
-                    reason="TENSOR_SHAPE",
-                    remedy="the configuration and the weights are not of one model",
-                )
-            values = tensor.read(torch.float32 if source.add else target)  # one rounding only
+            values = stored[part].read(torch.float32 if source.add else target)  # one rounding only
             _fill(own[place] if source.stack else own, arrange(values, source), source.add, part)
         tensors[name] = own
     check_tensors(spec, tensors)
@@ -189,6 +182,18 @@ def _account(sources: Mapping[str, Source], stored: Mapping[str, StoredTensor], 
                 field=name,
                 reason="UNKNOWN_TENSOR",
                 remedy="the model has a feature that this loader does not know",
+            )
+
+
+def _check_shapes(name: str, shape: Shape, source: Source, stored: Mapping[str, StoredTensor]) -> None:
+    for part in source.names:
+        found = stored[part].shape
+        if _canonical_shape(found, source) != (shape[1:] if source.stack else shape):
+            raise CheckpointError(
+                f"tensor {part} is {list(found)}, which does not make {name} {list(shape)}",
+                field=part,
+                reason="TENSOR_SHAPE",
+                remedy="the configuration and the weights are not of one model",
             )
 
 

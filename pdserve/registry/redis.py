@@ -2,7 +2,8 @@
 
 Keys, all under one prefix:
 
-    {prefix}worker:{id}   hash {incarnation, record, state, load, lease_ms}, expires with the lease
+    {prefix}worker:{id}   hash {incarnation, record, version, state, load, lease_ms}, expires with the lease;
+                          `version` names the record's bytes, which a reader asks for only when it is new to it
     {prefix}workers       set of ids; ids whose hash is gone are removed by the next snapshot
     {prefix}prefixes      stream of what routers tell each other, see redis_board.py
     {prefix}birth         made by the first snapshot, expires when none is taken for an hour; a reader
@@ -17,10 +18,10 @@ does not, so those who are registered stay; a snapshot's does, so routers hear o
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 
@@ -29,7 +30,7 @@ from pdserve.registry.memory import id_taken, not_registered
 from pdserve.registry.records import LiveRecord, Load, WorkerRecord
 from pdserve.registry.redis_board import RedisBoard
 from pdserve.registry.redis_link import RedisLink
-from pdserve.registry.wire import load_from_proto, load_to_proto, record_from_proto, record_to_proto
+from pdserve.registry.wire import check_state, load_from_proto, load_to_proto, record_from_proto, record_to_proto
 from pdserve.v1 import gateway_pb2, registry_pb2
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ local there = redis.call('HGET', KEYS[1], 'incarnation')
 if ARGV[7] == '1' and there and there ~= ARGV[2] then return 0 end
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'incarnation', ARGV[2], 'record', ARGV[3],
-           'state', ARGV[4], 'load', ARGV[5], 'lease_ms', ARGV[6])
+           'state', ARGV[4], 'load', ARGV[5], 'lease_ms', ARGV[6], 'version', ARGV[8])
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 redis.call('SADD', KEYS[2], ARGV[1])
 return 1
@@ -63,10 +64,10 @@ redis.call('SET', KEYS[2], birth, 'EX', 3600)
 local rows = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local key = ARGV[1] .. id
-  local row = redis.pcall('HMGET', key, 'record', 'state', 'load')
+  local row = redis.pcall('HMGET', key, 'version', 'state', 'load', 'incarnation')
   if row['err'] then
     rows[#rows + 1] = {id, false, false, false, 0}
-  elseif row[1] then
+  elseif row[4] then
     rows[#rows + 1] = {id, row[1], row[2], row[3], redis.call('PTTL', key)}
   else
     redis.call('SREM', KEYS[1], id)
@@ -74,7 +75,31 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
 end
 return {birth, rows}
 """
+_RECORDS = """
+local found = {}
+for at, id in ipairs(ARGV) do
+  local row = redis.pcall('HMGET', KEYS[1] .. id, 'record', 'version')
+  found[at] = row['err'] and {false, false} or row
+end
+redis.call('EXPIRE', KEYS[2], 3600)
+return found
+"""
 _WAIT = "wait: workers come back with their next heartbeat"
+
+
+_AT_ONCE = 256  # records read by one command
+
+Row = tuple[bytes, bytes | None, bytes | None, bytes | None, int]  # id, version, state, load, lease left in ms
+
+
+@dataclass(frozen=True)
+class Known:
+    """A record, and the bytes that it was read from: most are the same at the next snapshot."""
+
+    version: bytes | None
+    state: bytes | None
+    load: bytes | None
+    record: WorkerRecord
 
 
 class RedisRegistry:
@@ -88,11 +113,13 @@ class RedisRegistry:
         self._prefix = key_prefix
         self._birth = b""  # of the server's memory, as last seen
         self._server = ""  # that gave the last snapshot
+        self._known: dict[bytes, Known] = {}  # worker id -> its record as last read
         self._bad: dict[bytes, str] = {}  # records that the last snapshot left out, and why
         self._register = self._link.script(_REGISTER)
         self._heartbeat = self._link.script(_HEARTBEAT)
         self._deregister = self._link.script(_DEREGISTER)
         self._snapshot = self._link.script(_SNAPSHOT)
+        self._records = self._link.script(_RECORDS)
 
     @property
     def address(self) -> str:
@@ -106,17 +133,19 @@ class RedisRegistry:
     async def register(self, record: WorkerRecord, again: bool = False) -> None:
         message = record_to_proto(record)
         record_from_proto(message)  # refuse here what a reader would have to skip
+        data = message.SerializeToString(deterministic=True)
         taken = await self._link.run(
             self._register,
             keys=[self._key(record.worker_id), self._index],
             args=[
                 record.worker_id,
                 record.incarnation,
-                message.SerializeToString(),
+                data,
                 record.state,
                 load_to_proto(record.load).SerializeToString(),
                 message.lease_ms,
                 int(again),
+                hashlib.sha256(data).digest()[:16],
             ],
         )
         if not taken:
@@ -146,12 +175,53 @@ class RedisRegistry:
         if server not in ("", now):
             raise self._link.unavailable(f"{now} has taken over from {server}", _WAIT)
         bad: dict[bytes, str] = {}
-        live = [read for row in rows if (read := _read(row, bad)) is not None]
+        await self._learn(rows, bad)
+        live = [read for row in rows if (read := self._read(row, bad)) is not None]
         for worker_id, problem in bad.items():
             if self._bad.get(worker_id) != problem:  # said once, not at every refresh
                 log.warning("a worker record in Redis %s and is left out: %r", problem, worker_id)
         self._bad = bad
         return tuple(sorted(live, key=lambda each: each.record.worker_id))
+
+    async def _learn(self, rows: list[Row], bad: dict[bytes, str]) -> None:
+        """Reads the records that are new here, and forgets those that are gone."""
+        known = {row[0]: self._known[row[0]] for row in rows if row[0] in self._known}
+        new = [row[0] for row in rows if row[1] is None or row[0] not in known or known[row[0]].version != row[1]]
+        self._known = known
+        for start in range(0, len(new), _AT_ONCE):
+            ids = new[start : start + _AT_ONCE]
+            found = await self._link.run(self._records, [self._key(""), f"{self._prefix}birth"], ids)
+            for worker_id, (data, version) in zip(ids, found, strict=True):
+                self._known.pop(worker_id, None)
+                if data is None:
+                    bad[worker_id] = "lacks fields"
+                    continue
+                try:
+                    record = record_from_proto(registry_pb2.WorkerRecord.FromString(data))
+                except (DecodeError, InvalidRequest) as error:
+                    bad[worker_id] = f"cannot be read ({error})"
+                    continue
+                self._known[worker_id] = Known(version, None, None, record)
+
+    def _read(self, row: Row, bad: dict[bytes, str]) -> LiveRecord | None:
+        """None for a record that cannot be used; what is wrong with it goes to `bad`."""
+        worker_id, _, state, load, left_ms = row
+        known = self._known.get(worker_id)
+        if known is None:
+            bad.setdefault(worker_id, "lacks fields")
+            return None
+        if state is None or load is None:
+            bad[worker_id] = "lacks fields"
+            return None
+        if (known.state, known.load) != (state, load):
+            try:
+                read = load_from_proto(gateway_pb2.Load.FromString(load))
+                record = replace(known.record, state=check_state(state.decode()), load=read)
+            except (DecodeError, InvalidRequest, UnicodeDecodeError) as error:
+                bad[worker_id] = f"cannot be read ({error})"
+                return None
+            self._known[worker_id] = known = Known(known.version, state, load, record)
+        return LiveRecord(known.record, max(0, left_ms) / 1000)
 
     async def close(self) -> None:
         await self._link.close()
@@ -162,20 +232,3 @@ class RedisRegistry:
 
     def _key(self, worker_id: str) -> str:
         return f"{self._prefix}worker:{worker_id}"
-
-
-def _read(row: list[Any], bad: dict[bytes, str]) -> LiveRecord | None:
-    """None for a record that cannot be used; what is wrong with it goes to `bad`."""
-    worker_id, record, state, load, left_ms = row
-    if record is None or state is None or load is None:
-        bad[worker_id] = "lacks fields"
-        return None
-    try:
-        message = registry_pb2.WorkerRecord.FromString(record)
-        message.status.state = state.decode()
-        read = record_from_proto(message)
-        read = replace(read, load=load_from_proto(gateway_pb2.Load.FromString(load)))
-    except (DecodeError, InvalidRequest, UnicodeDecodeError) as error:
-        bad[worker_id] = f"cannot be read ({error})"
-        return None
-    return LiveRecord(read, max(0, left_ms) / 1000)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TypeVar
 
 from pdserve.errors import CheckpointError
+from pdserve.gguf_pairs import Cursor, read_pairs
 
 T = TypeVar("T")
 
@@ -63,20 +65,12 @@ class GgufMetadata:
 
 
 def read_metadata(path: Path) -> GgufMetadata:
-    """The `tokenizer.` keys of a file. Raises CheckpointError if it cannot be read or is cut short."""
-    # Imported here because it loads numpy, which a router, whose bundles come by RPC, never needs.
-    from gguf import GGUFReader
-
+    """The metadata of a file. Raises CheckpointError if it cannot be read or is cut short."""
     try:
-        fields = GGUFReader(path).fields
-        values = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
-    except (OSError, ValueError, LookupError, ArithmeticError, TypeError, MemoryError) as error:
-        raise CheckpointError(
-            f"{path} is not a complete GGUF file: {error}",
-            reason="BAD_GGUF",
-            field="model",
-            remedy="get the file again and compare its size",
-        ) from error
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            _, values = read_pairs(Cursor(data, path), lists_of_text=True)
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise Cursor(b"", path).damaged(str(error)) from error
     return GgufMetadata(values)
 
 

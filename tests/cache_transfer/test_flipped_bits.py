@@ -19,8 +19,9 @@ from cache_transfer.push import decode_request
 from pdserve.errors import DataLoss, PdserveError
 from pdserve.v1 import transfer_pb2 as pb
 from tests.fuzz import targets
+from tests.fuzz.handoff import CONTRACT, IDENTITY
 from tests.fuzz.seeds import stream
-from tests.fuzz.targets import CONTRACT, IDENTITY, outcome
+from tests.fuzz.targets import outcome
 
 REQUESTS = stream()
 MESSAGES = [request.SerializeToString() for request in REQUESTS]

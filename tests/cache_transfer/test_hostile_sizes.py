@@ -23,8 +23,9 @@ from pdserve.v1 import common_pb2
 from pdserve.v1 import transfer_pb2 as pb
 from tests.cache_transfer.by_hand import make_header
 from tests.cache_transfer.support import make_contract
+from tests.fuzz.handoff import IDENTITY
 from tests.fuzz.seeds import stream
-from tests.fuzz.targets import IDENTITY, SIGNS, close, joined, outcome, receive
+from tests.fuzz.targets import SIGNS, close, joined, outcome, receive
 
 KIB = 1 << 10
 MIB = 1 << 20

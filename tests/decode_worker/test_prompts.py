@@ -162,7 +162,10 @@ def test_what_is_told_of_rates_follows_the_streams() -> None:
     shared = prompts.shared_tokens_per_s(beside)
     assert alone == pytest.approx(256 / seconds([(0, 256)]), rel=0.05)
     assert shared < 0.85 * alone
+    # Without streams one that comes before this is read is allowed for, but nobody waits for it now.
+    assert prompts.shared_tokens_per_s([]) == prompts.shared_tokens_per_s([(512, 1)]) < alone
     waiting = [sequence(200), sequence(2000)]
+    assert prompts.wait_s(waiting, []) == pytest.approx(200 * 4 / 3 / alone, rel=0.01)
     assert prompts.wait_s([], beside) == 0
     assert prompts.wait_s(waiting, beside) == pytest.approx(200 * 4 / 3 / shared, rel=0.01)  # the long one lets it pass
 

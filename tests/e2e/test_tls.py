@@ -13,7 +13,7 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from pdserve.errors import PermissionDenied
 from pdserve.registry.open import open_registry
@@ -49,7 +49,7 @@ async def test_the_whole_service_answers_as_without_certificates(folder: Path) -
         trusting = ssl.create_default_context(cafile=folder / "ca.crt")
         port = made.router.http_address.rpartition(":")[2]
         async with (
-            httpx.AsyncClient(verify=trusting) as http,
+            DefaultAsyncHttpxClient(verify=trusting) as http,
             AsyncOpenAI(base_url=f"https://localhost:{port}/v1", api_key="none", http_client=http) as peer,
         ):
             text = await peer.completions.create(
@@ -77,7 +77,8 @@ async def test_the_ports_of_workers_refuse_whoever_is_not_a_part_that_needs_them
         ):
             peer = ROUTER if address == made.router.address else WORKER
             async with channel(address, rpc_of(folder, role), peer=peer) as link:
-                call = link.stream_stream(method)([b"not even a message"], timeout=5.0)
+                attempt: Any = link.stream_stream(method)
+                call = attempt(iter((b"not even a message",)), timeout=5.0)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     async for _ in call:
                         pass

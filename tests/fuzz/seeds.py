@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from cache_transfer.contract import Endpoint, Ticket
+from pdserve.v1 import transfer_pb2 as pb
 from tests.cache_transfer.by_hand import Requests, make_header, make_stream
 from tests.cache_transfer.pages import Array
 from tests.cache_transfer.support import INCARNATION
-from tests.fuzz.targets import CONTRACT, EXPECTED, HANDOFF, IDENTITY, SECRET, SIGNS, TOKENS, joined
+from tests.fuzz.handoff import CONTRACT, EXPECTED, HANDOFF, IDENTITY, PAYLOADS_AT, SECRET, TOKENS
+from tests.fuzz.targets import SHARED, SIGNS, joined
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -33,6 +35,21 @@ def _cache() -> dict[tuple[str, int], Array]:
     return cache
 
 
+def _together(requests: Requests) -> bytes:
+    frames = pb.Frames(frames=[request.frame for request in requests[1:-2]])
+    return pb.PushRequest(frames=frames).SerializeToString()
+
+
+def _shared(requests: Requests) -> list[bytes]:
+    """Two messages for all frames, whose payloads lie one behind the other."""
+    found, at = [], PAYLOADS_AT
+    for request in requests[1:-2]:
+        frame = request.frame
+        found.append(pb.SharedFrame(header=frame.header, offset=at, size=len(frame.payload), digest=frame.digest))
+        at += len(frame.payload)
+    return [pb.PushRequest(shared=pb.SharedFrames(frames=part)).SerializeToString() for part in (found[:1], found[1:])]
+
+
 def seeds() -> dict[str, dict[str, bytes]]:
     """Target -> name -> input."""
     requests = stream()
@@ -49,8 +66,20 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "two-frames": joined([*messages[:3], *messages[-2:]], SIGNS),
         "no-frames": joined([messages[0], *messages[-2:]], SIGNS),
         "opening": joined(messages[:1], SIGNS),
+        "together": joined([messages[0], _together(requests), *messages[-2:]]),
+        "together-signed": joined([messages[0], _together(requests), *messages[-2:]], SIGNS),
+        "shared": joined([messages[0], *_shared(requests), *messages[-2:]], SHARED),
+        "shared-signed": joined([messages[0], *_shared(requests), *messages[-2:]], SHARED | SIGNS),
+        "shared-not-agreed": joined([messages[0], *_shared(requests), *messages[-2:]], SIGNS),
     }
-    pushes = {"open": messages[0], "frame": messages[1], "logits": messages[-2], "commit": messages[-1]}
+    pushes = {
+        "open": messages[0],
+        "frame": messages[1],
+        "frames": _together(requests),
+        "shared": _shared(requests)[0],
+        "logits": messages[-2],
+        "commit": messages[-1],
+    }
     return {"header": headers, "push": pushes, "receive": streams}
 
 

@@ -7,12 +7,13 @@
 `receive` takes the part of a sender that holds the ticket, since every digest would else stop
 the fuzzer at the first change: with SIGNS set in the first byte each message is signed again
 after it was changed. Without it the stream may only be taken as it was made. With EARLY set nothing waits
-for the grant.
+for the grant. With SHARED set the opening offers memory in which the seed streams' payloads lie.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -22,22 +23,39 @@ from typing import Any
 from cache_transfer import digests
 from cache_transfer.codec import decode_header, encode_header
 from cache_transfer.contract import Endpoint, Ticket
-from cache_transfer.messages import INTEGRITY, Commit, Frame, Logits, PushOpening, Request, Response
+from cache_transfer.messages import (
+    INTEGRITY,
+    Commit,
+    Frame,
+    Frames,
+    Logits,
+    PushOpening,
+    Request,
+    Response,
+    SharedFrame,
+    SharedFrames,
+)
 from cache_transfer.pages import PageSink, Range
 from cache_transfer.push import decode_request
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
 from cache_transfer.tickets import Claim, TicketBook
 from pdserve.errors import PdserveError
-from tests.cache_transfer.support import INCARNATION, make_contract, make_identity
+from tests.cache_transfer.support import INCARNATION
+from tests.fuzz import handoff
+from tests.fuzz.handoff import (
+    CONTRACT,
+    EXPECTED,
+    HANDOFF,
+    IDENTITY,
+    MAX_PAYLOAD_BYTES,
+    MEMORY_BYTES,
+    SECRET,
+    WHOLE,
+    Cell,
+    memory,
+)
 
-CONTRACT = make_contract(layers=2, heads=2, head_dim=2)
-TOKENS = 4
-HANDOFF, SECRET = b"h" * 16, b"s" * 32
-IDENTITY = make_identity(CONTRACT, TOKENS, start=1)
-MAX_PAYLOAD_BYTES = 128
-SIGNS, EARLY = 1, 2
-
-Cell = tuple[str, int, int, int]  # plane, layer, head, token
+SIGNS, EARLY, SHARED = 1, 2, 4
 
 
 class Found(Exception):
@@ -58,7 +76,8 @@ def push(data: bytes) -> None:
         read = decode_request(data)
     except PdserveError:
         return
-    if isinstance(read, Frame) and len(read.header) + len(read.payload) + len(read.digest) > len(data):
+    frames = read.frames if isinstance(read, Frames) else [read] if isinstance(read, Frame) else []
+    if sum(len(each.header) + len(each.payload) + len(each.digest) for each in frames) > len(data):
         raise Found("a frame has more bytes than its message")
 
 
@@ -79,15 +98,18 @@ def joined(messages: list[bytes], flags: int = 0) -> bytes:
 
 def receive(data: bytes) -> None:
     flags = data[0] if data else 0
-    if outcome(messages_of(data[1:]), signs=bool(flags & SIGNS), early=bool(flags & EARLY)) is None and flags & EARLY:
+    signs, early, shares = (bool(flags & flag) for flag in (SIGNS, EARLY, SHARED))
+    if outcome(messages_of(data[1:]), signs=signs, early=early, shares=shares) is None and early:
         raise Found("a stream that did not wait for its grant was taken")
 
 
-def outcome(messages: list[bytes], *, signs: bool = False, early: bool = False) -> PdserveError | None:
+def outcome(
+    messages: list[bytes], *, signs: bool = False, early: bool = False, shares: bool = False
+) -> PdserveError | None:
     """How the receiver answers a stream; None: it was taken. Raises Found for what it must never do."""
     loop, receiver, host = _receiver()
     host.clear()
-    stream = _Stream(messages, signs=signs, early=early)
+    stream = _Stream(messages, signs=signs, early=early, shares=shares)
     try:
         loop.run_until_complete(receiver.receive(stream))
     except PdserveError as error:
@@ -98,8 +120,9 @@ def outcome(messages: list[bytes], *, signs: bool = False, early: bool = False) 
 
 
 class _Stream:
-    def __init__(self, messages: list[bytes], *, signs: bool, early: bool) -> None:
+    def __init__(self, messages: list[bytes], *, signs: bool, early: bool, shares: bool) -> None:
         self._messages = iter(messages)
+        self._offer = memory() if shares else None
         self._early = early
         self._may_read = asyncio.Event()
         self._may_read.set()
@@ -115,6 +138,8 @@ class _Stream:
             read = decode_request(data)
             if isinstance(read, PushOpening) and not self.answers and not self._early:
                 self._may_read.clear()
+            if isinstance(read, PushOpening):
+                read = replace(read, shared=self._offer)
             return self._signed(read) if self.signs else read
         return None
 
@@ -128,17 +153,31 @@ class _Stream:
                 known = {"handoff_id": HANDOFF, "attempt": 1, "incarnation": INCARNATION, "integrity": INTEGRITY}
                 return replace(message, proof=digests.proof(SECRET, message.identity), **known)  # type: ignore[arg-type]
             case Frame():
-                digest = digests.frame_digest(SECRET, message.header, message.payload)
-                self._manifest.add(digest, len(message.payload))
-                return replace(message, digest=digest)
+                return self._signed_frame(message)
+            case Frames():
+                return Frames(tuple(self._signed_frame(each) for each in message.frames))
+            case SharedFrames():
+                return SharedFrames(tuple(self._signed_shared(each) for each in message.frames))
             case Logits():
                 self._logits = digests.logits_digest(SECRET, message.dtype, message.position, message.data)
                 return replace(message, digest=self._logits)
             case Commit():
                 digest = self._manifest.digest(self._logits, IDENTITY.start, IDENTITY.end)
                 return replace(message, digest=digest)
-            case _:  # what lies in shared memory cannot be reached from here: sent as it is
-                return message
+
+    def _signed_frame(self, frame: Frame) -> Frame:
+        digest = digests.frame_digest(SECRET, frame.header, frame.payload)
+        self._manifest.add(digest, frame.size)
+        return replace(frame, digest=digest)
+
+    def _signed_shared(self, frame: SharedFrame) -> SharedFrame:
+        """With the digest of what lies there; unchanged where nothing does."""
+        if frame.offset + frame.size > MEMORY_BYTES:
+            return frame
+        payload = os.pread(memory().fd, frame.size, frame.offset)
+        digest = digests.frame_digest(SECRET, frame.header, payload)
+        self._manifest.add(digest, frame.size)
+        return replace(frame, digest=digest)
 
 
 class _Host:
@@ -242,18 +281,7 @@ def close() -> None:
     """Ends what the `receive` target keeps between two inputs."""
     while _made:
         _made.pop()[0].close()
+    handoff.forget_memory()
 
-
-WHOLE = frozenset(
-    (plane.name, layer, head, token)
-    for layer, planes in enumerate(CONTRACT.planes)
-    for plane in planes
-    for head in range(plane.heads)
-    for token in range(IDENTITY.start, IDENTITY.end)
-)
-
-
-# What an honest sender of the seed streams sends: each cell says which it is, in two fp32 scalars.
-EXPECTED: dict[Cell, bytes] = {cell: bytes([cell[1], "kv".index(cell[0]), cell[2], cell[3]]) * 2 for cell in WHOLE}
 
 TARGETS: dict[str, Callable[[bytes], None]] = {"header": header, "push": push, "receive": receive}

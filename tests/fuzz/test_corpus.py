@@ -13,6 +13,7 @@ import pytest
 from cache_transfer import digests, intake
 from cache_transfer.codec import Coverage
 from tests.fuzz import targets
+from tests.fuzz.handoff import EXPECTED
 from tests.fuzz.mutations import restructured
 from tests.fuzz.seeds import CORPUS, seeds
 from tests.fuzz.targets import EARLY, SIGNS, TARGETS, Found, joined, messages_of
@@ -45,7 +46,20 @@ def test_the_whole_stream_is_taken(flags: int) -> None:
     data = seeds()["receive"]["whole"]
     targets.receive(bytes([flags]) + data[1:])
     host = targets._made[0][2]
-    assert host.logits is not None and host.cells == targets.EXPECTED
+    assert host.logits is not None and host.cells == EXPECTED
+
+
+@pytest.mark.parametrize("name", ["together", "together-signed", "shared", "shared-signed"])
+def test_frames_that_travel_in_another_way_are_taken_too(name: str) -> None:
+    targets.receive(seeds()["receive"][name])
+    host = targets._made[0][2]
+    assert host.logits is not None and host.cells == EXPECTED
+
+
+def test_shared_frames_without_an_offer_are_not_taken() -> None:
+    targets.receive(seeds()["receive"]["shared-not-agreed"])
+    host = targets._made[0][2]
+    assert host.logits is None and not host.cells
 
 
 def test_a_stream_that_does_not_wait_for_its_grant_is_not_taken() -> None:

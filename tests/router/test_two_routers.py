@@ -9,7 +9,7 @@ import signal
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,7 @@ from pdserve.errors import PdserveError, Unavailable
 from pdserve.registry.prefix_notes import Sent, note_of, read_note
 from pdserve.registry.redis import RedisRegistry
 from pdserve.registry.redis_board import MAX_NOTE_BYTES, MAX_NOTES
+from pdserve.registry.settings import RegistrySettings
 from pdserve.request import SamplingParams
 from router.app import Router
 from router.prefixes import PrefixRecord, chain
@@ -28,16 +29,23 @@ from router.settings import RouterSettings
 from router.shared_prefixes import PrefixShare
 from tests.engine.tiny import prompt
 from tests.redis_server import RedisServer, running_redis
-from tests.router.support import REGISTRY, VOCAB, House, ids_of, router_settings
+from tests.router.support import VOCAB, House, ids_of, router_settings
 
 pytestmark = pytest.mark.redis
 GREEDY = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+REGISTRY = RegistrySettings(lease_s=1.0, heartbeat_s=0.1, timeout_s=1.0)
 IDS = prompt(100, seed=5, vocab=VOCAB)
 
 
 def settings(server: RedisServer) -> RouterSettings:
     """Prefixes are exchanged when a test says so."""
-    return router_settings(registry=replace(REGISTRY, url=server.url, timeout_s=1.0), share_s=3600.0)
+    return router_settings(registry=replace(REGISTRY, url=server.url), share_s=3600.0)
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
 
 
 @dataclass
@@ -65,7 +73,7 @@ async def site() -> AsyncIterator[Site]:
             made = House(router)
             other, gateway, http = await stack.enter_async_context(router_process(server))
             for add, name in ((made.add_prefill, "p0"), (made.add_decode, "d0")):
-                worker = await add(name)
+                worker = await add(name, registry=REGISTRY)
                 stack.push_async_callback(worker.stop)
             yield Site(server, made, other, gateway, http)
             await made.assert_nothing_held()
@@ -238,7 +246,7 @@ async def test_what_others_write_is_bounded_and_damage_is_left_out() -> None:
     many = [Sent((bytes([n]) * 16,) * 1000, (boot,)) for n in range(10)]
     note = note_of(many)
     assert len(note) <= MAX_NOTE_BYTES
-    assert [sent.keys[0][0] for sent in read_note(note)] == [7, 8, 9]
+    assert [sent.keys[0][0] for sent in read_note(note)] == [6, 7, 8, 9]
 
 
 async def test_the_board_keeps_the_newest_notes_and_goes_when_nobody_uses_it(redis_server: RedisServer) -> None:

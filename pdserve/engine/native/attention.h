@@ -223,35 +223,42 @@ void pack_values(const Model& m, const KV* const* row, int count, float* panel) 
     }
 }
 
+constexpr float UNSEEN = -1e30f;  // the score of a key that a query may not see: its weight is zero, and no sum a NaN
+constexpr float LOG2_E = 1.44269504088896341f;
+
 // Scores of one block of keys to weights, and what was summed before to the new scale. The row's keys of this block are
-// [low, high); weights are written for `vectors` times sixteen.
+// [low, high); weights are written for `vectors` times sixteen. A weight that becomes a bf16 needs no exact exponential.
 template <class X>
 INLINE void prefill_softmax(const Model& m, float* scores, int vectors, int low, int high, float& best, float& total, float* out, long wide,
                             X* weights) {
+    constexpr bool EXACT = sizeof(X) > 2;
+    const float unit = m.soft_cap == 0 ? m.scale * LOG2_E : LOG2_E;  // a score's, as an exponent of two
     f32x16 top = splat(best);
     const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int i = 0; i < vectors; i++) {
-        f32x16 v = capped(load(scores + i * LANES) * m.scale, m.soft_cap);
-        if (low > i * LANES || high < (i + 1) * LANES) {
+        f32x16 v = load(scores + i * LANES);
+        const bool edge = low > i * LANES || high < (i + 1) * LANES;
+        if (m.soft_cap != 0) v = capped(v * m.scale, m.soft_cap);
+        if (edge) {
             i32x16 key = lanes + i * LANES;
-            v = (key >= low) & (key < high) ? v : splat(-INFINITY);
+            v = (key >= low) & (key < high) ? v : splat(UNSEEN);
         }
-        store(scores + i * LANES, v);
+        if (edge || m.soft_cap != 0) store(scores + i * LANES, v);
         top = max(top, v);
     }
-    float now = max(top);
-    if (now == -INFINITY) {  // nothing seen yet
+    const float now = max(top), shift = now * unit;
+    if (now == UNSEEN) {  // nothing seen yet
         std::memset(weights, 0, vectors * LANES * sizeof(X));
         return;
     }
     f32x16 sums_of = {};
     for (int i = 0; i < vectors; i++) {
-        f32x16 weight = exp(load(scores + i * LANES) - now);
+        f32x16 weight = exp2<EXACT>(load(scores + i * LANES) * unit - shift);
         store(weights + i * LANES, weight);
         sums_of += weight;
     }
     if (now != best) {
-        float keep = best == -INFINITY ? 0.0f : std::exp(best - now);
+        float keep = best == UNSEEN ? 0.0f : std::exp2(best * unit - shift);
         for (long i = 0; i < wide; i += LANES) store(out + i, load(out + i) * keep);
         total *= keep;
         best = now;
@@ -268,7 +275,7 @@ void prefill_part(const Model& m, const Layer& l, const Step& s, int sequence, i
     auto at = [&](const X* base, int row) { return base + (long(first + row / heads) * m.heads + head * heads + row % heads) * d; };
     for (int row = 0; row < rows; row++) {
         std::memcpy(room.q + long(row) * d, at(q, row), d * sizeof(X));
-        room.best[row] = -INFINITY;
+        room.best[row] = UNSEEN;
         room.total[row] = 0;
     }
     std::memset(room.out, 0, rows * wide * sizeof(float));

@@ -107,18 +107,18 @@ void panel_tile(const X* x, long ldx, int inputs, const float* panel, int lanes,
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) sum[r][v] = fresh ? f32x16{} : load(out + r * ldo + v * LANES);
     int k = 0;
-    auto step = [&] {
-        f32x16 cells[V];
-        for (int v = 0; v < V; v++) cells[v] = load(panel + v * LANES);
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < V; v++) sum[r][v] = Cell<X>::add(sum[r][v], x + r * ldx + k, cells[v]);
-        k += PAIR, panel += lanes;
-    };
-    while (k + PAIR * EVERY <= inputs) {
-        for (int i = 0; i < EVERY; i++) step();
-        ahead.fetch(LINES);
-    }
-    while (k + PAIR <= inputs) step();
+    for (; k + PAIR * EVERY <= inputs; ahead.fetch(LINES))
+        for (int i = 0; i < EVERY; i++, k += PAIR, panel += lanes) {
+            f32x16 cells[V];
+            for (int v = 0; v < V; v++) cells[v] = load(panel + v * LANES);
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < V; v++) sum[r][v] = Cell<X>::add(sum[r][v], x + r * ldx + k, cells[v]);
+        }
+    for (; k + PAIR <= inputs; k += PAIR, panel += lanes)
+        for (int v = 0; v < V; v++) {
+            f32x16 cells = load(panel + v * LANES);
+            for (int r = 0; r < R; r++) sum[r][v] = Cell<X>::add(sum[r][v], x + r * ldx + k, cells);
+        }
     if (k < inputs)
         for (int v = 0; v < V; v++) {
             f32x16 cells = load(panel + v * LANES);

@@ -197,6 +197,41 @@ INLINE f32x16 exp(f32x16 x) {
 #endif
 }
 
+// 2^r on [-1/2, 1/2], minimax fits: within 3e-6, or within the rounding of a float where EXACT.
+template <bool EXACT>
+INLINE f32x16 exp2_near_zero(f32x16 r) {
+    if constexpr (!EXACT) {
+        f32x16 p = splat(0.0095701017f);
+        p = p * r + 0.0559178603f;
+        p = p * r + 0.240247448f;
+        p = p * r + 0.693121815f;
+        return p * r + 0.999999261f;
+    }
+    f32x16 p = splat(0.000153458118f);
+    p = p * r + 0.00133999312f;
+    p = p * r + 0.00961848896f;
+    p = p * r + 0.0555032878f;
+    p = p * r + 0.240226469f;
+    p = p * r + 0.693147206f;
+    return p * r + 1.0f;
+}
+
+// 2^x for finite x up to 100; zero far below. A NaN stays one.
+template <bool EXACT>
+INLINE f32x16 exp2(f32x16 x) {
+#ifdef PDSERVE_AVX512
+    f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, 0);
+    return (f32x16)_mm512_scalef_ps((__m512)exp2_near_zero<EXACT>(x - n), (__m512)n);
+#else
+    f32x16 bottom = splat(-126.0f);
+    i32x16 alive = x > bottom, nan = x != x;
+    f32x16 y = max(bottom, x);
+    f32x16 shifted = y + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are round(y)
+    f32x16 out = exp2_near_zero<EXACT>(y - (shifted - 12582912.0f)) * (f32x16)(((i32x16)shifted - 0x4b400000 + 127) << 23);
+    return nan ? x : (f32x16)((i32x16)out & alive);
+#endif
+}
+
 INLINE f32x16 tanh(f32x16 x) {
     f32x16 e = exp(x * 2.0f);
     f32x16 far = 1.0f - 2.0f / (e + 1.0f);

@@ -1,0 +1,84 @@
+"""A sender that computes nothing: it pushes caches of zeros as slowly as a prefill worker would compute them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+
+from cache_transfer.codec import ITEM_BYTES
+from cache_transfer.contract import WorkerContract
+from cache_transfer.pages import Range
+from cache_transfer.sender import HandoffSender
+from cache_transfer.transport import GrpcTransport
+from cache_transfer.wire import identity_from_proto, ticket_from_proto
+from pdserve.rpc.channel import channel
+from pdserve.v1 import decode_pb2
+
+CHUNK_TOKENS = 256  # as a prefill worker's
+GROUP_BYTES = 1 << 20  # as it announces
+
+
+class _Zeros:
+    """A cache of the contract's shape, any part of it."""
+
+    def __init__(self, contract: WorkerContract, tokens: int) -> None:
+        self._rows = {
+            (plane.name, layer): plane.head_dim * ITEM_BYTES[contract.kv_dtype]
+            for layer, planes in enumerate(contract.planes)
+            for plane in planes
+        }
+        widest = max(plane.heads for planes in contract.planes for plane in planes)
+        self._data = memoryview(bytes(tokens * widest * max(self._rows.values())))
+
+    def read(self, plane: str, layer: int, heads: Range, tokens: Range) -> Sequence[memoryview]:
+        size = (tokens[1] - tokens[0]) * (heads[1] - heads[0]) * self._rows[plane, layer]
+        return (self._data[:size],)
+
+
+class PacedSender:
+    """Hands over caches of `tokens` tokens, each within `seconds`."""
+
+    def __init__(self, link: grpc.aio.Channel, contract: WorkerContract, tokens: int) -> None:
+        self._transport = GrpcTransport(link)
+        self._contract = contract
+        self._tokens = tokens
+        self._source = _Zeros(contract, tokens)
+        self.seconds = 1.0
+
+    async def __call__(self, admitted: decode_pb2.Admitted) -> None:
+        """One handoff; a benchmark's `HandOver`."""
+        ticket, identity = ticket_from_proto(admitted.ticket), identity_from_proto(admitted.identity)
+        sender = HandoffSender(
+            self._transport, ticket, identity, self._contract, self._source, logits_only=admitted.logits_only
+        )
+        computing = asyncio.create_task(self._compute(sender))
+        try:
+            await sender.run()
+        finally:
+            computing.cancel()
+
+    async def _compute(self, sender: HandoffSender) -> None:
+        """Announces layers when a prefill core would have them."""
+        layers = len(self._contract.planes)
+        token = sum(plane.heads * plane.head_dim for plane in self._contract.planes[0])
+        layer_bytes = CHUNK_TOKENS * token * ITEM_BYTES[self._contract.kv_dtype]
+        group = max(1, GROUP_BYTES // layer_bytes)
+        loop = asyncio.get_running_loop()
+        began, done, parts = loop.time(), 0, -(-self._tokens // CHUNK_TOKENS) * -(-layers // group)
+        for start in range(0, self._tokens, CHUNK_TOKENS):
+            for first in range(0, layers, group):
+                done += 1
+                await asyncio.sleep(began + self.seconds * done / parts - loop.time())
+                for layer in range(first, min(first + group, layers)):
+                    sender.computed(layer, (start, min(start + CHUNK_TOKENS, self._tokens)))
+        sender.logits("fp32", bytes(4 * self._contract.vocab_size), self._tokens - 1)
+
+
+@asynccontextmanager
+async def paced_sender(transfer_address: str, contract: WorkerContract, tokens: int) -> AsyncIterator[PacedSender]:
+    """To the Transfer listener at this address."""
+    async with channel(transfer_address) as link:
+        yield PacedSender(link, contract, tokens)
