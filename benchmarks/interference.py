@@ -1,12 +1,15 @@
 """What arriving caches do to sequences that are decoding: p99 inter-token latency, with over without.
 
 Eight streams run on a decode worker. In turn, nothing else happens (idle); a prefill worker in a process of its own
-computes prompts of 2,000 tokens, of which only the logits travel (computing); and it hands the caches of such prompts
-over, one right after the other (arriving). Each worker has one thread, and a core. The turns alternate while contexts
-grow, so all see the same lengths. A gap is the time between two messages of one stream, as its reader sees them.
+computes prompts of 2,000 tokens, of which only the logits travel (computing); it hands the caches of such prompts
+over, one right after the other (the whole system); and a sender that computes nothing hands over as many caches a
+second as that, layer by layer and just as slowly (receiving). Each worker has one thread, and a core. The turns
+alternate while contexts grow, so all see the same lengths. A gap is the time between two messages of one stream, as
+its reader sees them.
 
 What computing costs over idle is the machine's: two cores that share memory, cache and clock. No way of handing a
-cache over can avoid it, since prefill computes meanwhile whatever happens to its result.
+cache over can avoid it, since prefill computes meanwhile whatever happens to its result. Receiving is what the decode
+worker itself adds, and what it can be held to.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,15 +28,17 @@ from pathlib import Path
 import torch
 
 from benchmarks.engine import tiny_checkpoint
+from benchmarks.paced import PacedSender
 from benchmarks.pair import Pair, WorkerProcess, drive, random_prompt
 from benchmarks.report import Figure, make_parser, report
+from cache_transfer.wire import contract_from_proto
 from decode_worker.settings import DecodeSettings
 from pdserve.engine.load import find_smollm2
 from pdserve.engine.plan import EngineConfig
 from prefill_worker.settings import PrefillSettings
 
 GOAL = 1.15
-IDLE, COMPUTING, ARRIVING = "idle", "computing", "arriving"
+IDLE, COMPUTING, ARRIVING, RECEIVING = KINDS = ("idle", "computing", "arriving", "receiving")
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Meter:
     """Gaps in seconds and prompts that were prefilled, by the kind of turn."""
 
     kind: str = IDLE
-    gaps: dict[str, list[float]] = field(default_factory=lambda: {IDLE: [], COMPUTING: [], ARRIVING: []})
+    gaps: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     prompts: Counter[str] = field(default_factory=Counter)
 
     def quantile_ms(self, kind: str, share: float) -> float:
@@ -94,6 +99,15 @@ async def prefill_prompts(pair: Pair, plan: Plan, meter: Meter) -> None:
         meter.prompts[meter.kind] += 1
 
 
+async def receive_caches(pair: Pair, plan: Plan, meter: Meter, sender: PacedSender) -> None:
+    """As `prefill_prompts`, of the paced sender; the prefill worker does nothing."""
+    while True:
+        prompt = random_prompt(plan.arriving, 10**6 + meter.prompts.total(), plan.vocab)
+        async for _ in pair.generate(prompt, 2, sender):
+            pass
+        meter.prompts[meter.kind] += 1
+
+
 async def measure(plan: Plan, prefill: str, decode: str) -> list[Figure]:
     meter = Meter()
     async with drive(prefill, decode) as pair:
@@ -102,19 +116,32 @@ async def measure(plan: Plan, prefill: str, decode: str) -> list[Figure]:
         streams = [asyncio.create_task(stream(pair, plan, meter, n, running)) for n in range(plan.streams)]
         starting = asyncio.create_task(running.wait())
         await asyncio.wait({starting, *streams}, return_when=asyncio.FIRST_COMPLETED)
+        sender = PacedSender(contract_from_proto(pair.contract), plan.arriving)
         for number in range(plan.turns):
             print(f"turn {number + 1} of {plan.turns}", file=sys.stderr, flush=True)
-            for meter.kind in (IDLE, COMPUTING, ARRIVING):
-                others = [asyncio.create_task(prefill_prompts(pair, plan, meter))] if meter.kind != IDLE else []
+            for meter.kind in KINDS:
+                sender.seconds = (number + 1) * plan.turn_s / max(1, meter.prompts[ARRIVING])
+                others = [asyncio.create_task(each) for each in beside(pair, plan, meter, sender)]
                 await turn([*others, *streams], plan.turn_s)
                 await cancel(others)
         await cancel(streams)
+        await sender.close()
     return figures(plan, meter)
+
+
+def beside(pair: Pair, plan: Plan, meter: Meter, sender: PacedSender) -> Sequence[Coroutine[None, None, None]]:
+    """What happens beside the streams in a turn of the meter's kind."""
+    match meter.kind:
+        case "computing" | "arriving":
+            return (prefill_prompts(pair, plan, meter),)
+        case "receiving":
+            return (receive_caches(pair, plan, meter, sender),)
+    return ()
 
 
 def figures(plan: Plan, meter: Meter) -> list[Figure]:
     def latency(share: float, kind: str, peer: str, goal: float | None = None) -> Figure:
-        doing = {COMPUTING: "are computed", ARRIVING: "arrive"}[kind]
+        doing = {COMPUTING: "are computed", ARRIVING: "are computed and arrive", RECEIVING: "arrive"}[kind]
         name = (
             f"p{100 * share:g} inter-token latency of {plan.streams} streams while prompts of {plan.arriving} {doing}"
         )
@@ -123,13 +150,17 @@ def figures(plan: Plan, meter: Meter) -> list[Figure]:
 
     seconds = plan.turns * plan.turn_s
     return [
+        latency(0.99, RECEIVING, IDLE, GOAL),
         latency(0.99, ARRIVING, IDLE, GOAL),
         latency(0.99, ARRIVING, COMPUTING),
         latency(0.99, COMPUTING, IDLE),
+        latency(0.5, RECEIVING, IDLE),
         latency(0.5, ARRIVING, IDLE),
         latency(0.5, COMPUTING, IDLE),
-        Figure("prompts that arrived meanwhile", meter.prompts[ARRIVING] / seconds, "per second"),
-        Figure("prompts that were only computed", meter.prompts[COMPUTING] / seconds, "per second"),
+        *(
+            Figure(f"prompts per second: {kind}", meter.prompts[kind] / seconds, "/s")
+            for kind in (RECEIVING, ARRIVING, COMPUTING)
+        ),
     ]
 
 

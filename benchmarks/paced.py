@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-
-import grpc
+from collections.abc import Sequence
 
 from cache_transfer.codec import ITEM_BYTES
 from cache_transfer.contract import WorkerContract
 from cache_transfer.pages import Range
 from cache_transfer.sender import HandoffSender
-from cache_transfer.transport import GrpcTransport
 from cache_transfer.wire import identity_from_proto, ticket_from_proto
-from pdserve.rpc.channel import channel
+from pdserve.rpc.settings import RpcSettings
 from pdserve.v1 import decode_pb2
+from prefill_worker.peers import Peers
 
 CHUNK_TOKENS = 256  # as a prefill worker's
 GROUP_BYTES = 1 << 20  # as it announces
@@ -39,10 +36,10 @@ class _Zeros:
 
 
 class PacedSender:
-    """Hands over caches of `tokens` tokens, each within `seconds`."""
+    """Hands over caches of `tokens` tokens, each within `seconds`. `close` ends its connections."""
 
-    def __init__(self, link: grpc.aio.Channel, contract: WorkerContract, tokens: int) -> None:
-        self._transport = GrpcTransport(link)
+    def __init__(self, contract: WorkerContract, tokens: int) -> None:
+        self._peers = Peers(RpcSettings())
         self._contract = contract
         self._tokens = tokens
         self._source = _Zeros(contract, tokens)
@@ -51,14 +48,19 @@ class PacedSender:
     async def __call__(self, admitted: decode_pb2.Admitted) -> None:
         """One handoff; a benchmark's `HandOver`."""
         ticket, identity = ticket_from_proto(admitted.ticket), identity_from_proto(admitted.identity)
+        address = next(each.address for each in ticket.endpoints if each.transport == "grpc")
         sender = HandoffSender(
-            self._transport, ticket, identity, self._contract, self._source, logits_only=admitted.logits_only
+            self._peers.take(address), ticket, identity, self._contract, self._source, logits_only=admitted.logits_only
         )
         computing = asyncio.create_task(self._compute(sender))
         try:
             await sender.run()
         finally:
             computing.cancel()
+            await self._peers.give_back(address)
+
+    async def close(self) -> None:
+        await self._peers.close()
 
     async def _compute(self, sender: HandoffSender) -> None:
         """Announces layers when a prefill core would have them."""
@@ -75,10 +77,3 @@ class PacedSender:
                 for layer in range(first, min(first + group, layers)):
                     sender.computed(layer, (start, min(start + CHUNK_TOKENS, self._tokens)))
         sender.logits("fp32", bytes(4 * self._contract.vocab_size), self._tokens - 1)
-
-
-@asynccontextmanager
-async def paced_sender(transfer_address: str, contract: WorkerContract, tokens: int) -> AsyncIterator[PacedSender]:
-    """To the Transfer listener at this address."""
-    async with channel(transfer_address) as link:
-        yield PacedSender(link, contract, tokens)

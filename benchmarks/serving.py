@@ -45,7 +45,7 @@ SEEDS = (1, 2, 3)
 SECTIONS = ("engine", "router", "decode", "prefill")
 
 TUNED: Mapping[tuple[str, str], Mapping[str, str]] = {
-    ("a", "interference"): {"decode.step_ms": "32"},
+    ("a", "interference"): {"decode.step_ms": "42"},
     ("a", "poisson"): {"decode.step_ms": "80"},
     ("b", "interference"): {"decode.step_ms": "90"},
     ("b", "poisson"): {"decode.step_ms": "90"},

@@ -133,7 +133,8 @@ class RouterAdapterService(adapters_pb2_grpc.AdaptersServicer):
 
 
 def _response(answers: Iterable[adapters_pb2.WorkerAdapters]) -> adapters_pb2.AdaptersResponse:
-    return adapters_pb2.AdaptersResponse(workers=sorted(answers, key=lambda each: each.worker_id))
+    ordered = sorted(answers, key=lambda each: each.worker_id)
+    return adapters_pb2.AdaptersResponse(workers=ordered)
 
 
 def add_adapters(server: Server, service: RouterAdapterService) -> None:

@@ -34,6 +34,7 @@ from router.intake import Intake
 from router.openai_http import OpenAiApi
 from router.orchestrate import Orchestrator
 from router.pool import Pool
+from router.quotas import Quotas
 from router.service import GATEWAY, GatewayService, add_gateway
 from router.settings import RouterSettings
 from router.shared_prefixes import PrefixShare
@@ -71,8 +72,9 @@ class Router:
         gate = Gate(settings.allow_lossy, settings.disaggregate)
         self.pool = Pool(self.registry, gate, settings.refresh_s, on_addresses=self._on_snapshot)
         self.bundles = BundleCache(self.channels, settings.max_bundles, settings.rpc.call_timeout_s)
-        self.intake = Intake(self.pool, self.bundles, settings)
-        self.orchestrator = Orchestrator(self.pool, self.channels, settings)
+        self.quotas = Quotas(settings.tenants, settings.max_active)
+        self.intake = Intake(self.pool, self.bundles, settings, self.quotas)
+        self.orchestrator = Orchestrator(self.pool, self.channels, settings, self.quotas)
         self.sharing = self._share()
         self.grpc = self._gateway()
         app = OpenAiApi(self.intake, self.orchestrator, self.pool, settings, self.authenticator).app()

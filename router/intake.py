@@ -18,6 +18,7 @@ from router.gate import Match, Member, Verdict, explain
 from router.placement import Room, check_prompt_length, widest
 from router.planner import able
 from router.pool import Pool
+from router.quotas import Quotas
 from router.record import log_refused
 from router.request import Ask, Request, needs, router_full
 from router.settings import RouterSettings
@@ -38,7 +39,10 @@ class _Reading:
 
 
 class Intake:
-    def __init__(self, pool: Pool, bundles: BundleCache, settings: RouterSettings) -> None:
+    def __init__(
+        self, pool: Pool, bundles: BundleCache, settings: RouterSettings, quotas: Quotas | None = None
+    ) -> None:
+        self._quotas = quotas or Quotas(settings.tenants, settings.max_active)
         self._pool = pool
         self._bundles = bundles
         self._settings = settings
@@ -51,7 +55,7 @@ class Intake:
             tenant: what the caller's key stands for; empty only where the router has no tenants.
 
         Raises:
-            NotFound: unknown model or adapter.
+            NotFound: unknown model or adapter. PermissionDenied: one that this tenant may not use.
             InvalidRequest: an option or token id out of range, an empty or too long prompt.
             Unavailable, Incompatible: no pair of workers can serve the model now.
             Exhausted: as many requests as may be active are being checked already.
@@ -78,6 +82,7 @@ class Intake:
         check_choices(ask.n)
         asked = named(self._pool, ask.model, ask.adapter)
         model = self.model(asked.model)
+        self._quotas.check_model(tenant, model, asked.adapter)
         ready = self._pool.ready(model)
         verdict = self._pool.verdict(model)
         digest = None

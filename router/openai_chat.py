@@ -10,8 +10,9 @@ from pdserve.rpc.events import Finish, PositionLogprobs, TokenLogprob
 from pdserve.tokenizer import Tokenizer
 from router.openai_answer import Answer, Choice
 from router.openai_render import Json, logprob_value, sse
-from router.openai_tools import Call, ToolUse
+from router.openai_tools import ToolUse
 from router.request import Request
+from router.tool_readers import Part
 
 _ID_LETTERS = string.ascii_letters + string.digits
 
@@ -38,7 +39,8 @@ class ChatAnswer(Answer):
             [] if tools is None or self._format is None else [self._format.reader(tools.names) for _ in self.choices]
         )
         self._calls: list[list[Json]] = [[] for _ in self.choices]
-        self._told = [0] * len(self.choices)  # calls that the stream has
+        self._news: list[list[Json]] = [[] for _ in self.choices]  # what the stream has not been told of them
+        self._begun = [0] * len(self.choices)  # calls, those that were not asked for included
 
     def opening(self) -> bytes:
         role = {"role": "assistant", "content": ""}
@@ -51,40 +53,44 @@ class ChatAnswer(Answer):
         if not self._readers:
             return text
         reader = self._readers[choice.index]
-        shown, calls = reader.push(text)
+        shown, parts = reader.push(text)
         if last:
             rest, more = reader.close()
-            shown, calls = shown + rest, [*calls, *more]
-        known = self._calls[choice.index]
-        for call in calls:
-            if self._tools is None or self._tools.several or not known:  # the others were not asked for
-                known.append(self._named(call))
+            shown, parts = shown + rest, [*parts, *more]
+        for part in parts:
+            self._add(choice.index, part)
         return shown
 
-    def _named(self, call: Call) -> Json:
-        length = 24 if self._format is None else self._format.id_length
-        name = "".join(secrets.choice(_ID_LETTERS) for _ in range(length))
-        return {
-            "id": name if length < 24 else f"call_{name}",  # templates of some models want exactly nine letters
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
+    def _add(self, index: int, part: Part) -> None:
+        self._begun[index] += part.name is not None
+        if self._tools is not None and not self._tools.several and self._begun[index] > 1:
+            return  # it was not asked for
+        calls, news = self._calls[index], self._news[index]
+        if part.name is not None:
+            length = 24 if self._format is None else self._format.id_length
+            letters = "".join(secrets.choice(_ID_LETTERS) for _ in range(length))
+            call_id = letters if length < 24 else f"call_{letters}"  # templates of some models want just nine letters
+            function = {"name": part.name, "arguments": ""}
+            calls.append({"id": call_id, "type": "function", "function": function})
+            news.append({"index": len(calls) - 1, **calls[-1], "function": function.copy()})
+        elif not news or news[-1]["index"] != len(calls) - 1:
+            news.append({"index": len(calls) - 1, "function": {"arguments": ""}})
+        for entry in (calls[-1], news[-1]):
+            entry["function"]["arguments"] += part.arguments
 
     def _has_more(self, choice: Choice) -> bool:
-        return self._told[choice.index] < len(self._calls[choice.index])
+        return bool(self._news[choice.index])
 
     def _reason(self, choice: Choice, finish: Finish) -> str:
-        return "tool_calls" if self._calls[choice.index] else finish.reason
+        """`tool_calls`, unless the output ended within a call."""
+        whole = self._calls[choice.index] and not self._readers[choice.index].cut
+        return "tool_calls" if whole else finish.reason
 
     def _delta(self, choice: Choice, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
         delta: Json = {"content": text} if text or finish_reason is None else {}
-        if self._has_more(choice):
-            told, calls = self._told[choice.index], self._calls[choice.index]
-            delta = {
-                **({"content": text} if text else {}),
-                "tool_calls": [{"index": n, **call} for n, call in enumerate(calls[told:], told)],
-            }
-            self._told[choice.index] = len(calls)
+        if news := self._news[choice.index]:
+            delta = {**({"content": text} if text else {}), "tool_calls": news}
+            self._news[choice.index] = []
         return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _entire(self, choice: Choice, text: str) -> Json:

@@ -32,6 +32,7 @@ from router.outcomes import Outcomes
 from router.planner import Planner
 from router.pool import Pool
 from router.prefixes import PrefixRecord
+from router.quotas import Quotas
 from router.record import Account
 from router.request import Request, router_full
 from router.settings import RouterSettings
@@ -42,11 +43,17 @@ class Orchestrator:
     """Runs requests; belongs to one event loop. At most `max_active` are in flight."""
 
     def __init__(
-        self, pool: Pool, channels: WorkerChannels, settings: RouterSettings, rng: random.Random | None = None
+        self,
+        pool: Pool,
+        channels: WorkerChannels,
+        settings: RouterSettings,
+        quotas: Quotas | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._pool = pool
         self._channels = channels
         self._settings = settings
+        self._quotas = quotas or Quotas(settings.tenants, settings.max_active)
         self._planner = Planner(pool, settings.prefix_blocks, settings.max_attempts, rng or random.Random())
         self.outcomes = Outcomes(settings.disaggregate)
         self._running: set[asyncio.Task[None]] = set()
@@ -105,7 +112,11 @@ class Orchestrator:
         """A record and one log line, however the request comes out."""
         account = Account(request, outcomes=self.outcomes)
         try:
-            await self._in_time(account, backlog)
+            with self._quotas.running(request) as running:
+                try:
+                    await self._in_time(account, backlog)
+                finally:
+                    running.output_tokens = account.output_tokens
         except PdserveError as error:
             account.end(error.reason)
             if request.want_record:

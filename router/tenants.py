@@ -5,6 +5,10 @@
     keys_env = "ACME_KEYS"             # a variable that holds the keys, between blanks
     keys_file = "/run/secrets/acme"    # or a file that does
     keys = ["..."]                     # or the keys themselves
+    requests_per_minute = 60           # and what its callers may use together; see Tenant
+    tokens_per_minute = 100000
+    concurrent = 8
+    models = ["small"]
 
 A key is a secret: here it exists only on its way to its SHA-256 digest, and no error names it.
 Variables and files are read by the router that starts, not by whoever else reads the configuration.
@@ -23,6 +27,8 @@ from pdserve.errors import ConfigError, shown
 MIN_KEY = 16  # characters: a shorter secret can be guessed
 MAX_KEY = 512
 _WORDS = ("name", "keys_env", "keys_file")
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
+_KNOWN = (*_WORDS, "keys", *_LIMITS, "models")
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,23 @@ class Tenant:
 
     keys_file: str = ""
     """File with more keys, between blanks or line breaks."""
+
+    requests_per_minute: int = 0
+    """Requests begun, over all routers; 0: no limit."""
+
+    tokens_per_minute: int = 0
+    """Prompt and output tokens, over all routers; 0: no limit. A request counts with all that it may put out, and
+    what it did not is given back at its end."""
+
+    concurrent: int = 0
+    """Requests in flight, over all routers; 0: no limit."""
+
+    models: tuple[str, ...] = ()
+    """Models, and adapters as MODEL:ADAPTER, that its callers may name; a model stands for its adapters, too.
+    Empty: all."""
+
+    def may_use(self, model: str, adapter: str) -> bool:
+        return not self.models or model in self.models or f"{model}:{adapter}" in self.models
 
     @classmethod
     def of(cls, name: str, *keys: str) -> Self:
@@ -102,7 +125,9 @@ def read_tenants(tables: object) -> tuple[Tenant, ...]:
     tenants = []
     for where, table in _tables(tables):
         words = {name: _word(table, name, where) for name in _WORDS}
-        tenants.append(Tenant(keys=tuple(_digests(_given_keys(table, where), f"{where}.keys")), **words))
+        limits = {name: _limit(table, name, where) for name in _LIMITS}
+        keys = tuple(_digests(_texts(table, "keys", where), f"{where}.keys"))
+        tenants.append(Tenant(keys=keys, models=tuple(_texts(table, "models", where)), **words, **limits))
     check_tenants(tenants)
     return tuple(tenants)
 
@@ -112,7 +137,7 @@ def first_key(tables: object, environment: Mapping[str, str]) -> str:
     for where, table in _tables(tables):
         words = (_word(table, "keys_env", where), _word(table, "keys_file", where))
         sources = _sources(*words, where, environment)
-        for key in (*_given_keys(table, where), *(key for _, text in sources for key in text.split())):
+        for key in (*_texts(table, "keys", where), *(key for _, text in sources for key in text.split())):
             return key
     return ""
 
@@ -123,10 +148,8 @@ def _tables(tables: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, table in enumerate(tables):
         where = f"router.tenants[{number}]"
         for name in table:
-            if name not in (*_WORDS, "keys"):
-                raise ConfigError(
-                    "unknown key", field=f"{where}.{name}", remedy=f"known keys: {', '.join((*_WORDS, 'keys'))}"
-                )
+            if name not in _KNOWN:
+                raise ConfigError("unknown key", field=f"{where}.{name}", remedy=f"known keys: {', '.join(_KNOWN)}")
         yield where, table
 
 
@@ -137,11 +160,18 @@ def _word(table: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-def _given_keys(table: Mapping[str, Any], where: str) -> list[str]:
-    keys = table.get("keys", [])
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ConfigError("it is not a list of texts", field=f"{where}.keys", remedy='write keys = ["..."]')
-    return keys
+def _limit(table: Mapping[str, Any], name: str, where: str) -> int:
+    value = table.get(name, 0)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError("it is not a number", field=f"{where}.{name}", remedy="use 1 or more; 0 sets no limit")
+    return value
+
+
+def _texts(table: Mapping[str, Any], name: str, where: str) -> list[str]:
+    texts = table.get(name, [])
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError("it is not a list of texts", field=f"{where}.{name}", remedy=f'write {name} = ["..."]')
+    return texts
 
 
 def _sources(variable: str, file: str, where: str, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

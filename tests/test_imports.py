@@ -92,6 +92,7 @@ PROTOBUF_ALLOWED = (
     "cache_transfer.transport",
     "cache_transfer.push",
     "router.wire",
+    "router.adapter_service",
 )
 
 

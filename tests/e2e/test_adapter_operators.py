@@ -92,7 +92,8 @@ async def test_a_worker_that_the_registry_forgot_comes_back_with_its_adapters(ma
 
 async def pdserve(it: Stack, *arguments: str) -> Result:
     """The command in a thread of its own: a process would spend seconds on imports."""
-    return await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "--gateway", it.router.address])
+    given = [*arguments, "--gateway", it.router.address]
+    return await asyncio.to_thread(lambda: CliRunner().invoke(app, given))
 
 
 async def test_the_command_line_loads_lists_and_unloads(made: Adapted) -> None:

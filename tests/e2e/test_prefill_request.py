@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -27,7 +28,7 @@ ENDS = tuple(range(12))  # one token in eight ends an answer, after a hundred
 PARAMS = SamplingParams(temperature=0.9, seed=4, min_tokens=100, stop_token_ids=ENDS)
 PREFILL_S = 2.0
 # Shorter than the prefill takes, all that do not count it.
-SHORT = {"admit_timeout_s": 1.5, "inter_token_timeout_s": 1.0, "settle_s": 0.5, "client_stall_s": 1.5}
+SHORT: dict[str, Any] = {"admit_timeout_s": 1.5, "inter_token_timeout_s": 1.0, "settle_s": 0.5, "client_stall_s": 1.5}
 
 
 @asynccontextmanager

@@ -29,10 +29,11 @@ from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from router.app import Router
 from router.openai_messages import NamedTool, tool_use
-from router.openai_tools import FORMATS, Call, Reader, ToolFormat, format_of
+from router.tool_formats import FORMATS, ToolFormat, format_of
+from router.tool_readers import Call, Reader
 from tests.router.support import ENGINE, MODEL, REGISTRY, VOCAB, bundle, model, router_settings
 
-HERMES, MISTRAL, LLAMA3 = FORMATS
+HERMES, ARGS, MISTRAL, LLAMA3 = FORMATS
 NAMES = frozenset({"weather", "add"})
 WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 ADD = {"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}</tool"}]}}
@@ -60,6 +61,9 @@ HERMES_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
 )
 MISTRAL_TEMPLATE = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ messages }}[TOOL_CALLS]"
+ARGS_TEMPLATE = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ messages }}[TOOL_CALLS]name[ARGS]{...}"
+)
 LLAMA3_TEMPLATE = (
     '{% if tools %}Answer as {"name": function name, "parameters": dictionary of argument name and its value}.'
     "{{ tools | tojson }}{% endif %}{{ messages }}"
@@ -67,13 +71,13 @@ LLAMA3_TEMPLATE = (
 
 
 def read(reader: Reader, pieces: Iterator[str] | list[str]) -> tuple[str, list[Call]]:
-    text, calls = "", []
-    for piece in pieces:
-        shown, more = reader.push(piece)
-        text += shown
-        calls += more
-    shown, more = reader.close()
-    return text + shown, calls + more
+    told = [*map(reader.push, pieces), reader.close()]
+    calls: list[Call] = []
+    for part in (part for _, parts in told for part in parts):
+        if part.name is not None:
+            calls.append(Call(part.name, ""))
+        calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.arguments)
+    return "".join(text for text, _ in told), calls
 
 
 def calls_of(*values: dict[str, Any]) -> list[Call]:
@@ -88,7 +92,13 @@ def llama(value: dict[str, Any]) -> str:
     return json.dumps({"name": value["name"], "parameters": value["arguments"]})
 
 
+def args(value: dict[str, Any], between: str = "[ARGS]") -> str:
+    return f"[TOOL_CALLS]{value['name']}{between}{json.dumps(value['arguments'])}"
+
+
 UNKNOWN = {"name": "delete", "arguments": {}}
+TURNED = {"arguments": WEATHER["arguments"], "name": "weather"}  # the name comes last: read once it is whole
+TAGS_IN = {"name": "add", "arguments": {"a": '"}]</tool_call>[TOOL_CALLS]; {"'}}
 OUTPUTS: list[tuple[ToolFormat, str, str, list[Call]]] = [
     (HERMES, "It is 5 < 6.", "It is 5 < 6.", []),
     (HERMES, tagged(WEATHER), "", calls_of(WEATHER)),
@@ -108,7 +118,27 @@ OUTPUTS: list[tuple[ToolFormat, str, str, list[Call]]] = [
     (LLAMA3, llama(WEATHER), "", calls_of(WEATHER)),
     (LLAMA3, f"<|python_tag|>{llama(WEATHER)}; {llama(ADD)}", "", calls_of(WEATHER, ADD)),
     (LLAMA3, '{"not": "a call"}', '{"not": "a call"}', []),
-    (LLAMA3, f"{llama(WEATHER)} and more", f"{llama(WEATHER)} and more", []),
+    (LLAMA3, f"{llama(WEATHER)} and more", "} and more", calls_of(WEATHER)),  # it had begun before that was known
+    (HERMES, tagged(TURNED), "", calls_of(WEATHER)),
+    (HERMES, f"{tagged(TAGS_IN)}{tagged(ADD)}", "", calls_of(TAGS_IN, ADD)),
+    (HERMES, f"<tool_call>{json.dumps(WEATHER)} x", "} x", calls_of(WEATHER)),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": [1, ', "", [Call("add", '{"a": [1, ')]),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {a}}</tool_call>.',
+        '<tool_call>{"name": "add", "arguments": {a}}</tool_call>.',
+        [],
+    ),
+    (MISTRAL, f"[TOOL_CALLS]{json.dumps([TURNED, ADD])}", "", calls_of(WEATHER, ADD)),
+    (MISTRAL, f"[TOOL_CALLS]{json.dumps([TAGS_IN, ADD])}", "", calls_of(TAGS_IN, ADD)),
+    (MISTRAL, f"[TOOL_CALLS]{json.dumps([ADD])} x", "}] x", calls_of(ADD)),
+    (ARGS, args(WEATHER), "", calls_of(WEATHER)),
+    (ARGS, f"I look. {args(WEATHER)}{args(ADD)}", "I look.", calls_of(WEATHER, ADD)),
+    (ARGS, f"{args(TAGS_IN, '[CALL_ID]aB3[ARGS]')} {args(ADD)}\n", "", calls_of(TAGS_IN, ADD)),
+    (ARGS, f"{args(UNKNOWN)} x", f"{args(UNKNOWN)} x", []),
+    (ARGS, "[TOOL_CALLS]weather[ARGS]", "[TOOL_CALLS]weather[ARGS]", []),
+    (ARGS, "no [TOOL_CALL", "no [TOOL_CALL", []),
+    (LLAMA3, f"{llama(TAGS_IN)};{llama(ADD)} ;", "", calls_of(TAGS_IN, ADD)),
 ]
 
 
@@ -126,6 +156,7 @@ def test_calls_are_read_however_the_output_is_divided_and_all_else_stays_text(
 def test_the_form_is_told_by_the_template() -> None:
     assert format_of(HERMES_TEMPLATE) is HERMES
     assert format_of(MISTRAL_TEMPLATE) is MISTRAL
+    assert format_of(ARGS_TEMPLATE) is ARGS
     assert format_of(LLAMA3_TEMPLATE) is LLAMA3
     assert format_of("{{ messages }}") is None
 
@@ -134,7 +165,7 @@ def with_template(template: str, special: str = "") -> Bundle:
     plain = bundle()
     if special:
         backend = Backend.from_str(plain.tokenizer_json)
-        backend.add_special_tokens([special])
+        backend.add_special_tokens(special.split())
         plain = dataclasses.replace(
             plain, tokenizer_json=backend.to_str(), vocab_size=backend.get_vocab_size(with_added_tokens=True)
         )
@@ -145,11 +176,13 @@ CASES = [
     (HERMES, HERMES_TEMPLATE, ""),
     (HERMES, HERMES_TEMPLATE, "<tool_call>"),
     (MISTRAL, MISTRAL_TEMPLATE, "[TOOL_CALLS]"),
+    (ARGS, ARGS_TEMPLATE, "[TOOL_CALLS]"),
+    (ARGS, ARGS_TEMPLATE, "[TOOL_CALLS] [ARGS]"),
     (LLAMA3, LLAMA3_TEMPLATE, "<|python_tag|>"),
 ]
 
 
-@pytest.mark.parametrize(("form", "template", "special"), CASES, ids=["hermes", "hermes-special", "mistral", "llama3"])
+@pytest.mark.parametrize(("form", "template", "special"), CASES, ids=[f"{c[0].name} {c[2]}" for c in CASES])
 @pytest.mark.parametrize("choice", ["required", "named", "single"])
 def test_required_calls_come_whatever_the_model_says_and_fit_their_parameters(
     form: ToolFormat, template: str, special: str, choice: str
@@ -277,12 +310,17 @@ async def test_a_required_call_whole_and_streamed_and_its_result_sent_back(clien
     assert call.type == "function" and call.function.name == "weather" and call.id.startswith("call_")
     jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
 
+    pieces = []
     async with client.chat.completions.stream(**options) as stream:
-        async for _ in stream:
-            pass
+        async for event in stream:
+            if event.type == "tool_calls.function.arguments.delta":
+                assert event.name == "weather"
+                pieces.append(event.arguments_delta)
         final = await stream.get_final_completion()
     again = final.choices[0].message.tool_calls
-    assert again is not None and again[0].function.arguments == call.function.arguments
+    assert again is not None and again[0].function.arguments == "".join(pieces)
+    assert len([piece for piece in pieces if piece]) > 5  # as the model wrote it
+    assert json.loads(again[0].function.arguments) == json.loads(call.function.arguments)
     assert final.choices[0].finish_reason == "tool_calls" and not final.choices[0].message.content
 
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}

@@ -178,7 +178,7 @@ def test_model_without_tokenizer(tmp_path: Path) -> None:
         bundle_from_gguf(path)
 
 
-@pytest.mark.parametrize("size", [0, 4, 20, 100, 1000, 5000])
+@pytest.mark.parametrize("size", [4, 20, 100, 1000, 5000])
 def test_truncated_file(tmp_path: Path, size: int) -> None:
     path = write_gguf(tmp_path / "m.gguf", byte_level(), "gpt-2")
     path.write_bytes(path.read_bytes()[:size])

@@ -68,6 +68,39 @@ def unscaled_rope(model: LoadedModel) -> LoadedModel:
     return change_spec(positions=PositionScheme(kind="rope", theta=scheme.theta, dims=scheme.dims))(model)
 
 
+def scaling_parameter(name: str, value: float) -> Fault:
+    def plant(model: LoadedModel) -> LoadedModel:
+        scheme = model.spec.positions
+        parameters = tuple({**dict(scheme.scaling_parameters), name: value}.items())
+        return change_spec(positions=dataclasses.replace(scheme, scaling_parameters=parameters))(model)
+
+    return plant
+
+
+def exchanged(a: str, b: str) -> Fault:
+    def plant(model: LoadedModel) -> LoadedModel:
+        other = {f".{a}.": f".{b}.", f".{b}.": f".{a}."}
+        names = {n: next((n.replace(x, y) for x, y in other.items() if x in n), n) for n in model.tensors}
+        return dataclasses.replace(model, tensors={name: model.tensors[names[name]] for name in model.tensors})
+
+    return plant
+
+
+def per_head_norm(model: LoadedModel) -> LoadedModel:
+    cut = model.spec.head_dim
+    tensors = {n: t[:cut] if "q_norm" in n or "k_norm" in n else t for n, t in model.tensors.items()}
+    return change_spec(qk_norm_whole=False)(dataclasses.replace(model, tensors=tensors))
+
+
+def next_query_head(tensor: Tensor, model: LoadedModel) -> Tensor:
+    return tensor.roll(model.spec.head_dim, 0)
+
+
+def without_embed_norm(model: LoadedModel) -> LoadedModel:
+    tensors = {name: t for name, t in model.tensors.items() if not name.startswith("embed_norm")}
+    return change_spec(embed_norm=False)(dataclasses.replace(model, tensors=tensors))
+
+
 def zero(tensor: Tensor, model: LoadedModel) -> Tensor:
     return torch.zeros_like(tensor)
 
@@ -97,6 +130,35 @@ FAULTS: Mapping[str, tuple[str, Fault]] = {
     "qwen3: rope left out": ("qwen3", NO_POSITIONS),
     "qwen3: wrong KV head": ("qwen3", OTHER_HEAD),
     "qwen3: q/k norm left out": ("qwen3", without_qk_norm),
+    "linear: scaling left out": ("llama-linear", unscaled_rope),
+    "yarn: scaling left out": ("llama-yarn", unscaled_rope),
+    "yarn: attention factor left out": ("llama-yarn", scaling_parameter("attention_factor", 1.0)),
+    "yarn: ends of the ramp made whole": ("llama-yarn-mscale", scaling_parameter("truncate", 1.0)),
+    "longrope: short factors for a long prompt": ("phi3-longrope", scaling_parameter("long", 0.0)),
+    "longrope: attention factor left out": ("phi3-longrope", scaling_parameter("attention_factor", 1.0)),
+    "phi3: the whole head rotated": ("phi3-longrope", change_spec(positions=PositionScheme("rope", 1e4, 16))),
+    "phi3: gate and up exchanged": ("phi3", exchanged("gate", "up")),
+    "smollm3: every layer rotated": ("smollm3", change_spec(layer_positions=())),
+    "granite: residual factor left out": ("granite", change_spec(residual_scale=1.0)),
+    "granite: embedding factor left out": ("granite", change_spec(embed_scale=1.0)),
+    "granite: attention factor left out": ("granite", change_spec(attention_scale=0.0)),
+    "granite: logit factor left out": ("granite", change_spec(logit_scale=1.0)),
+    "olmo2: q/k norm per head": ("olmo2", per_head_norm),
+    "gemma2: attention cap left out": ("gemma2", change_spec(soft_cap=0.0)),
+    "gemma2: logit cap left out": ("gemma2", change_spec(logit_soft_cap=0.0)),
+    "gemma2: norms without their offset": ("gemma2", change_spec(norm_offset=0.0)),
+    "gemma2: windows on the other layers": ("gemma2", change_spec(sliding_window=(0, 5, 0))),
+    "gemma2: embedding not scaled": ("gemma2", change_spec(embed_scale=1.0)),
+    "gemma3: one base for all": ("gemma3", change_spec(layer_positions=())),
+    "qwen3-moe: weights not normed": ("qwen3-moe", change_spec(norm_experts=False)),
+    "qwen3-moe: another expert": ("qwen3-moe", change_tensors("expert_down", lambda t, _: t.roll(1, 0))),
+    "mixtral: one expert instead of two": ("mixtral", change_spec(active_experts=1)),
+    "gpt-neox: one after the other": ("gpt-neox", change_spec(parallel=False)),
+    "gpt-neox: the whole head rotated": ("gpt-neox", change_spec(positions=PositionScheme("rope", 1e4, 16))),
+    "opt: position offset left out": ("opt", change_tensors("pos", lambda t, _: t.roll(2, 0))),
+    "bloom: positions left out": ("bloom", NO_POSITIONS),
+    "bloom: slopes of another number of heads": ("bloom-six-heads", change_tensors(".q.", next_query_head)),
+    "bloom: embedding norm left out": ("bloom", without_embed_norm),
     "gpt2: position table shifted": ("gpt2", change_tensors("pos", lambda t, _: t.roll(1, 0))),
     "gpt2: wrong head": ("gpt2", OTHER_HEAD),
     "gpt2: matrix not transposed": ("gpt2", change_tensors(".o.weight", lambda t, _: t.T)),

@@ -1,0 +1,269 @@
+"""What a tenant may use: counted by a clock that the test moves, and refused at both doors before any work."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import AsyncOpenAI
+
+from pdserve.client import AsyncClient
+from pdserve.errors import ConfigError, Exhausted, PermissionDenied
+from pdserve.request import SamplingParams
+from router.quotas import REMEMBER_S, SHARE, Bucket, Quotas, Usage
+from router.request import Request
+from router.tenants import Tenant, read_tenants
+from tests.router.support import MODEL, House, house
+
+KEY = "sk-acme-0123456789abcdef"
+OTHER = "sk-zeta-0123456789abcdef"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def a_request(tenant: str = "acme", prompt: int = 10, output: int = 10, n: int = 1) -> Request:
+    return Request(
+        id="r",
+        model=MODEL,
+        tenant=tenant,
+        prompt_ids=tuple(range(prompt)),
+        sampling=SamplingParams(max_tokens=output, seed=0),
+        least_tokens=1,
+        contract_digest=b"",
+        received=0.0,
+        deadline=0.0,
+        n=n,
+    )
+
+
+def quotas(clock: Clock, places: int = 100, **limits: Any) -> Quotas:
+    return Quotas([replace(Tenant.of("acme", KEY), **limits), Tenant.of("zeta", OTHER)], places, clock)
+
+
+def refused(made: Quotas, request: Request) -> Exhausted | None:
+    try:
+        with made.running(request) as run:
+            run.output_tokens = request.n * request.max_tokens
+    except Exhausted as error:
+        return error
+    return None
+
+
+def test_requests_per_minute_come_back_evenly(clock: Clock) -> None:
+    made = quotas(clock, requests_per_minute=6)
+    assert [refused(made, a_request()) for _ in range(6)] == [None] * 6
+    error = refused(made, a_request())
+    assert error is not None and error.reason == "TENANT_REQUESTS"
+    assert error.retryable and error.retry_after_ms == 10_000
+    clock.now += 9.9
+    assert refused(made, a_request()) is not None
+    clock.now += 0.1
+    assert refused(made, a_request()) is None
+    assert refused(made, a_request()) is not None
+    assert refused(made, a_request("zeta")) is None, "another tenant's limits are its own"
+
+
+def test_tokens_count_with_all_that_may_come_until_the_request_ends(clock: Clock) -> None:
+    made = quotas(clock, tokens_per_minute=100)
+    with made.running(a_request(prompt=20, output=20, n=3)) as run:
+        error = refused(made, a_request(prompt=11, output=10))  # 80 of 100 are spoken for
+        assert error is not None and error.reason == "TENANT_TOKENS" and error.retry_after_ms == 600
+        run.output_tokens = 15
+    assert refused(made, a_request(prompt=55, output=10)) is None  # 35 were used
+    assert refused(made, a_request(prompt=1, output=1)) is not None
+
+
+def test_a_request_that_a_whole_minute_does_not_hold_is_not_told_to_come_again(clock: Clock) -> None:
+    error = refused(quotas(clock, tokens_per_minute=100), a_request(prompt=80, output=21))
+    assert error is not None and not error.retryable
+    assert (error.field, error.retry_after_ms) == ("max_tokens", 0)
+
+
+def test_requests_in_flight(clock: Clock) -> None:
+    made = quotas(clock, concurrent=2)
+    with made.running(a_request()), made.running(a_request()):
+        error = refused(made, a_request())
+        assert error is not None and error.reason == "TENANT_CONCURRENT" and error.retry_after_ms > 0
+        assert refused(made, a_request("zeta")) is None
+    assert refused(made, a_request()) is None
+
+
+def test_what_is_refused_is_not_counted(clock: Clock) -> None:
+    made = quotas(clock, requests_per_minute=2, tokens_per_minute=100, concurrent=1)
+    with made.running(a_request(prompt=1, output=1)):
+        for _ in range(5):
+            assert refused(made, a_request()) is not None
+    assert refused(made, a_request()) is None
+
+
+def test_a_request_that_fails_gives_back_what_it_did_not_use(clock: Clock) -> None:
+    made = quotas(clock, tokens_per_minute=100, concurrent=1)
+    with pytest.raises(ZeroDivisionError), made.running(a_request(prompt=10, output=80)):
+        raise ZeroDivisionError
+    assert refused(made, a_request(prompt=10, output=80)) is None
+
+
+def test_routers_count_together(clock: Clock) -> None:
+    """Each tells what is new to it, once."""
+    one, two = (quotas(clock, requests_per_minute=4, tokens_per_minute=1000, concurrent=3) for _ in range(2))
+    with one.running(a_request()), one.running(a_request()):
+        two.learn(b"one", one.news())
+        assert refused(two, a_request()) is None  # two there, one here
+        with two.running(a_request()):
+            error = refused(two, a_request())
+            assert error is not None and error.reason == "TENANT_REQUESTS"  # four in this minute
+            one.learn(b"two", two.news())
+            error = refused(one, a_request())
+            assert error is not None and error.reason == "TENANT_REQUESTS"
+        clock.now += 15.0
+        two.learn(b"one", one.news())
+        with two.running(a_request()):
+            error = refused(two, a_request())
+            assert error is not None and error.reason == "TENANT_REQUESTS"
+    assert one.news() == {"acme": Usage(0, -20, 0)}  # two requests ended without a token
+    assert one.news() == {}
+
+
+def test_a_router_that_is_gone_is_forgotten(clock: Clock) -> None:
+    made = quotas(clock, concurrent=1)
+    made.learn(b"gone", {"acme": Usage(0, 0, 1), "nobody": Usage(1, 1, 1)})
+    assert refused(made, a_request()) is not None
+    clock.now += REMEMBER_S
+    assert refused(made, a_request()) is None
+
+
+def test_others_use_is_waited_out_and_never_for_longer_than_two_minutes(clock: Clock) -> None:
+    made = quotas(clock, requests_per_minute=60)
+    made.learn(b"two", {"acme": Usage(10_000, 0, 0)})
+    error = refused(made, a_request())
+    assert error is not None and error.retry_after_ms == 61_000
+    clock.now += 61
+    assert refused(made, a_request()) is None
+
+
+@given(st.integers(1, 8), st.integers(8, 64))
+def test_a_full_router_keeps_room_for_one_more_tenant(tenants: int, places: int) -> None:
+    """Whatever the others do, each tenant that comes finds a place; one alone gets at most three quarters."""
+    names = [f"t{n}" for n in range(tenants + 1)]
+    made = Quotas([Tenant.of(name, f"sk-{name}-0123456789abcdef") for name in names], places, Clock())
+    with ExitStack() as held:
+        for name in names[:-1]:
+            count = 0
+            while True:
+                try:
+                    held.enter_context(made.running(a_request(name)))
+                except Exhausted as error:
+                    assert error.reason == "TENANT_SHARE" and error.retry_after_ms
+                    break
+                count += 1
+            assert count <= -(-SHARE * places // (SHARE + 1))
+        free = places - sum(1 for _ in held._exit_callbacks)  # type: ignore[attr-defined]
+        assert free > 0
+        assert refused(made, a_request(names[-1])) is None
+
+
+def test_one_tenant_alone_may_fill_the_router(clock: Clock) -> None:
+    made = Quotas([Tenant.of("acme", KEY)], 4, clock)
+    with ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(made.running(a_request()))
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.floats(0, 50)), max_size=40))
+def test_a_bucket_never_gives_more_than_the_minutes_hold(steps: list[tuple[float, float]]) -> None:
+    clock = Clock()
+    bucket, taken, began = Bucket(100, clock), 0.0, clock.now
+    for wait, amount in steps:
+        clock.now += wait
+        if not bucket.wait_s(amount):
+            bucket.use(amount)
+            taken += amount
+        assert taken <= 100 + (clock.now - began) * 100 / 60 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("table", "field"),
+    [
+        ({"requests_per_minute": -1}, "requests_per_minute"),
+        ({"tokens_per_minute": "many"}, "tokens_per_minute"),
+        ({"concurrent": True}, "concurrent"),
+        ({"models": "small"}, "models"),
+        ({"modles": []}, "modles"),
+    ],
+)
+def test_a_limit_that_is_none_is_named(table: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_tenants([{"name": "acme", "keys": [KEY], **table}])
+    assert caught.value.field == f"router.tenants[0].{field}"
+
+
+@pytest.fixture
+async def made() -> AsyncIterator[House]:
+    limits = {"requests_per_minute": 3, "tokens_per_minute": 400, "concurrent": 2, "models": (MODEL,)}
+    zeta = replace(Tenant.of("zeta", OTHER), models=("another",))
+    async with house(tenants=(replace(Tenant.of("acme", KEY), **limits), zeta)) as it:
+        yield it
+
+
+async def test_both_doors_refuse_before_any_work(made: House) -> None:
+    """429 with Retry-After over HTTP, RESOURCE_EXHAUSTED over gRPC; the third of three requests is the last."""
+    url = f"http://{made.router.http_address}/v1"
+    async with (
+        AsyncClient(made.router.address, api_key=KEY) as grpc_client,
+        AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as peer,
+    ):
+        for _ in range(2):
+            await peer.completions.create(model=MODEL, prompt="the cat", max_tokens=2)
+        await grpc_client.complete("the cat", sampling=SamplingParams(max_tokens=2))
+        steps = [worker.record().load.steps for worker in made.workers]
+        with pytest.raises(openai.RateLimitError) as caught:
+            await peer.completions.create(model=MODEL, prompt="the cat", max_tokens=2)
+        assert caught.value.status_code == 429
+        assert 0 < int(caught.value.response.headers["retry-after"]) <= 20
+        with pytest.raises(openai.RateLimitError):
+            await peer.completions.create(model=MODEL, prompt="the cat", max_tokens=2, stream=True)
+        with pytest.raises(Exhausted) as too_many:
+            await grpc_client.complete("the cat", sampling=SamplingParams(max_tokens=2))
+        assert too_many.value.reason == "TENANT_REQUESTS" and too_many.value.retry_after_ms
+        assert [worker.record().load.steps for worker in made.workers] == steps
+
+
+async def test_a_model_that_is_not_this_tenants_is_forbidden(made: House) -> None:
+    async with (
+        AsyncClient(made.router.address, api_key=OTHER) as client,
+        AsyncOpenAI(base_url=f"http://{made.router.http_address}/v1", api_key=OTHER, max_retries=0) as peer,
+    ):
+        with pytest.raises(PermissionDenied) as caught:
+            await client.complete("the cat")
+        assert caught.value.reason == "MODEL_NOT_ALLOWED" and "another" in caught.value.remedy
+        with pytest.raises(openai.PermissionDeniedError):
+            await peer.completions.create(model=MODEL, prompt="the cat", max_tokens=2)
+
+
+async def test_a_client_that_goes_away_counts_no_longer(made: House) -> None:
+    async with AsyncClient(made.router.address, api_key=KEY) as client:
+        for _ in range(2):
+            options = {"sampling": SamplingParams(max_tokens=100, ignore_eos=True)}
+            async with aclosing(client.generate("the cat", **options)) as events:
+                await anext(events)
+        await made.router.orchestrator.idle()
+        assert made.router.quotas.news()["acme"].running == 0
+        # 200 tokens were spoken for, of 400; nearly all have come back.
+        await client.complete("the cat", sampling=SamplingParams(max_tokens=300))
