@@ -2,10 +2,10 @@
 
 Eight streams run on a decode worker. In turn, nothing else happens (idle); a prefill worker in a process of its own
 computes prompts of 2,000 tokens, of which only the logits travel (computing); it hands the caches of such prompts
-over, one right after the other (the whole system); and a sender that computes nothing hands over as many caches a
-second as that, layer by layer and just as slowly (receiving). Each worker has one thread, and a core. The turns
-alternate while contexts grow, so all see the same lengths. A gap is the time between two messages of one stream, as
-its reader sees them.
+over, one right after the other (the whole system); and a sender that computes nothing hands over such caches, layer by
+layer and just as slowly (receiving). Each worker has one thread, and a core. The turns alternate while contexts grow,
+each kind once in every place, so all see the same lengths. A gap is the time between two messages of one stream, as its
+reader sees them.
 
 What computing costs over idle is the machine's: two cores that share memory, cache and clock. No way of handing a
 cache over can avoid it, since prefill computes meanwhile whatever happens to its result. Receiving is what the decode
@@ -24,6 +24,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -54,7 +55,7 @@ class Plan:
 
 
 FULL = Plan(
-    streams=8, stream_prompt=64, stream_output=1500, arriving=2000, pages=1280, turns=3, turn_s=12.0, vocab=49152
+    streams=8, stream_prompt=64, stream_output=1500, arriving=2000, pages=1280, turns=4, turn_s=9.0, vocab=49152
 )
 QUICK = Plan(streams=8, stream_prompt=8, stream_output=300, arriving=200, pages=256, turns=1, turn_s=1.5, vocab=512)
 
@@ -66,6 +67,7 @@ class Meter:
     kind: str = IDLE
     gaps: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     prompts: Counter[str] = field(default_factory=Counter)
+    handoffs: list[float] = field(default_factory=list)  # seconds that each took a real prefill worker
 
     def quantile_ms(self, kind: str, share: float) -> float:
         gaps = torch.tensor(self.gaps[kind], dtype=torch.float64)
@@ -93,10 +95,13 @@ async def prefill_prompts(pair: Pair, plan: Plan, meter: Meter) -> None:
     """Prompts that share no prefix, one after the other; one token needs no cache, two bring it."""
     tokens = 2 if meter.kind == ARRIVING else 1
     while True:
+        began = time.perf_counter()
         prompt = random_prompt(plan.arriving, 10**6 + meter.prompts.total(), plan.vocab)
         async for _ in pair.generate(prompt, tokens):
             pass
         meter.prompts[meter.kind] += 1
+        if meter.kind == ARRIVING:
+            meter.handoffs.append(time.perf_counter() - began)
 
 
 async def receive_caches(pair: Pair, plan: Plan, meter: Meter, sender: PacedSender) -> None:
@@ -112,6 +117,9 @@ async def measure(plan: Plan, prefill: str, decode: str) -> list[Figure]:
     meter = Meter()
     async with drive(prefill, decode) as pair:
         await pair.handoff(random_prompt(plan.arriving, 1, plan.vocab))  # warms both workers up
+        began = time.perf_counter()
+        await pair.handoff(random_prompt(plan.arriving, 2, plan.vocab))
+        meter.handoffs.append(time.perf_counter() - began)
         running = asyncio.Barrier(plan.streams + 1)
         streams = [asyncio.create_task(stream(pair, plan, meter, n, running)) for n in range(plan.streams)]
         starting = asyncio.create_task(running.wait())
@@ -119,8 +127,8 @@ async def measure(plan: Plan, prefill: str, decode: str) -> list[Figure]:
         sender = PacedSender(contract_from_proto(pair.contract), plan.arriving)
         for number in range(plan.turns):
             print(f"turn {number + 1} of {plan.turns}", file=sys.stderr, flush=True)
-            for meter.kind in KINDS:
-                sender.seconds = (number + 1) * plan.turn_s / max(1, meter.prompts[ARRIVING])
+            for meter.kind in (*KINDS[number % 4 :], *KINDS[: number % 4]):  # each first once: contexts grow
+                sender.seconds = median(meter.handoffs)
                 others = [asyncio.create_task(each) for each in beside(pair, plan, meter, sender)]
                 await turn([*others, *streams], plan.turn_s)
                 await cancel(others)

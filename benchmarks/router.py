@@ -63,22 +63,22 @@ class Process:
 
     def __init__(self, serve: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_child, args=(serve, theirs, *args), daemon=True)
         self._process.start()
         theirs.close()
-        self.ready: str = self._pipe.recv()
+        self.ready: str = self.pipe.recv()
 
     def cpu_s(self) -> float:
-        self._pipe.send("cpu")
-        seconds: float = self._pipe.recv()
+        self.pipe.send("cpu")
+        seconds: float = self.pipe.recv()
         return seconds
 
     def __enter__(self) -> Process:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._pipe.close()
+        self.pipe.close()
         self._process.join()
 
 

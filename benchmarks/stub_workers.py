@@ -110,7 +110,7 @@ class Stubs:
                 self.addresses.append(address)
                 registry = RpcRegistry(router, timeout_s=10.0)
                 self._stack.push_async_callback(registry.close)
-                record = _record(f"{role}-{number}", role, address)
+                record = stub_record(f"{role}-{number}", role, address)
                 heartbeat = Heartbeat(registry, lambda record=record: record, SETTINGS)  # type: ignore[misc]
                 await heartbeat.start()
                 self._stack.push_async_callback(heartbeat.stop)
@@ -128,7 +128,7 @@ class Stubs:
         return await server.start()
 
 
-def _record(worker_id: str, role: str, address: str) -> WorkerRecord:
+def stub_record(worker_id: str, role: str, address: str) -> WorkerRecord:
     endpoint = (Endpoint(address),)
     return WorkerRecord(
         worker_id=worker_id,

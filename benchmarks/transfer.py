@@ -4,10 +4,11 @@ Payloads travel over gRPC, then through shared memory (cache_transfer/shared.py)
 
 The peer is a bare client stream of the same frame size (bare_stream.py), with no digest and no
 copy into pages. All run in turn, several times; the best of each counts, which is what the code
-can do when nothing else runs. The last figure has no goal: it repeats the bare stream between
-the transfer's own processes, where freed frames are kept (cache_transfer/allocator.py), to show
-how much of the ratio is that setting. What verifying costs is measured afterwards, on the first
-case; verification.py says how.
+can do when nothing else runs; medians are printed beside it. The bounds are arithmetic, of rates
+that are measured here (bounds.py): what two cores could do at most. One figure repeats the bare
+stream between the transfer's own processes, where freed frames are kept (cache_transfer/allocator.py),
+to show how much of the ratio is that setting. What verifying costs is measured afterwards, on the
+first case; verification.py says how.
 
 Pages are the engine's, in scattered order.
 """
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,16 +29,11 @@ from blake3 import blake3
 
 from benchmarks import bare_stream
 from benchmarks.bare_stream import BareStream
+from benchmarks.bounds import Costs, measure_costs
 from benchmarks.report import Figure, make_parser, report
+from benchmarks.transfer_cases import CASES, VOCAB, Case
 from benchmarks.verification import OFF, ON, Meter, Sample
-from cache_transfer.contract import (
-    AttentionScheme,
-    CachePlane,
-    HandoffIdentity,
-    PositionScheme,
-    WorkerContract,
-    prompt_digest,
-)
+from cache_transfer.messages import MAX_PAYLOAD_BYTES
 from cache_transfer.pages import KVSource, PageSink
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport
 from cache_transfer.sender import HandoffSender, SendReport
@@ -47,8 +44,6 @@ from cache_transfer.transport import GrpcTransport
 from cache_transfer.wire import ticket_from_proto, ticket_to_proto
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.handover import SequenceSink, SequenceSource
-from pdserve.engine.plan import EngineConfig
-from pdserve.engine.spec import ModelSpec
 from pdserve.errors import PdserveError
 from pdserve.rpc.channel import channel
 from pdserve.rpc.server import Server
@@ -59,75 +54,6 @@ GOAL = 0.7
 SHARED_GOAL = 2.0
 VERIFICATION_GOAL = 0.3
 METER = Meter()
-VOCAB = 32000
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    layers: int
-    heads: int
-    head_dim: int
-    tokens: int
-    send_order: str = "hnd"
-    take_order: str = "hnd"
-    take_page_size: int = 16
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.layers * 2 * self.tokens * self.heads * self.head_dim * 2  # bf16
-
-    def spec(self) -> ModelSpec:
-        positions = PositionScheme("rope", 10000.0, self.head_dim)
-        width = self.heads * self.head_dim
-        return ModelSpec(
-            vocab_size=VOCAB,
-            width=width,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.heads,
-            head_dim=self.head_dim,
-            ffn_width=width,
-            context_limit=self.tokens,
-            positions=positions,
-        )
-
-    def config(self, order: str, page_size: int) -> EngineConfig:
-        return EngineConfig(dtype="bf16", pages=-(-self.tokens // page_size), page_size=page_size, axis_order=order)
-
-    def contract(self, order: str, page_size: int) -> WorkerContract:
-        return WorkerContract(
-            model_digest=bytes(32),
-            positions=self.spec().positions,
-            attention=AttentionScheme(self.head_dim**-0.5),
-            planes=((CachePlane("k", self.heads, self.head_dim), CachePlane("v", self.heads, self.head_dim)),)
-            * self.layers,
-            vocab_size=VOCAB,
-            tokenizer_digest=b"",
-            page_size=page_size,
-            page_axis_order=order,
-            device="cpu",
-            kv_dtype="bf16",
-            weight_dtype="bf16",
-            activation_dtype="bf16",
-        )
-
-    def identity(self) -> HandoffIdentity:
-        digest = self.contract(self.take_order, self.take_page_size).digest()
-        return HandoffIdentity(digest, None, "benchmark", prompt_digest(()), 0, self.tokens)
-
-    def pages(self, page_size: int) -> list[int]:
-        """A scattered block table, as after a while of serving."""
-        count = -(-self.tokens // page_size)
-        return torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
-
-
-CASES = (
-    Case("8B model, 8 heads of 128, 1 MiB frames", layers=32, heads=8, head_dim=128, tokens=1024),
-    Case("same, nhd pages on both sides", 32, 8, 128, 1024, send_order="nhd", take_order="nhd"),
-    Case("same, hnd/16 into nhd/32 pages", 32, 8, 128, 1024, take_order="nhd", take_page_size=32),
-    Case("SmolLM2, 3 heads of 64, 2048 tokens", layers=30, heads=3, head_dim=64, tokens=2048),
-)
 
 
 class _Host:
@@ -211,27 +137,55 @@ async def measure(case: Case, address: str, bare: BareStream, repeats: int, veri
     cache = PagedCache(case.spec(), case.config(case.send_order, 16))
     cache.storage.view(torch.int16).random_()
     source = SequenceSource(cache, case.pages(16), 0, case.tokens)
+    costs = costs_of(case)
     link = channel(address)
-    ours = shared = peer = tuned = 0.0
+    ours, shared, peer, tuned = Runs(), Runs(), Runs(), Runs()
     for _ in range(repeats):
         seconds, sent = await push(case, link, address, source)
-        ours = max(ours, sent.payload_bytes / seconds)
+        ours.append(sent.payload_bytes / seconds)
         seconds, sent = await push(case, link, address, source, shares_memory=True)
-        shared = max(shared, sent.payload_bytes / seconds)
+        shared.append(sent.payload_bytes / seconds)
         frame_bytes = sent.payload_bytes // sent.frames
-        peer = max(peer, await asyncio.to_thread(bare.measure, frame_bytes, sent.frames))
-        tuned = max(tuned, await bare_stream.stream(link, frame_bytes, sent.frames))
+        peer.append(await asyncio.to_thread(bare.measure, frame_bytes, sent.frames))
+        tuned.append(await bare_stream.stream(link, frame_bytes, sent.frames))
     received = await _ask(link, "Digest")
     cost = await cost_of_verification(case, link, address, source, repeats) if verification else []
     await link.close()
     if received != _digest(source, case):
         raise SystemExit("the received pages differ from the sent ones")
     return [
-        Figure(f"transfer: {case.name}", ours / 1e9, "GB/s", peer / 1e9, GOAL),
-        Figure(f"shared memory: {case.name}", shared / 1e9, "GB/s", peer / 1e9, SHARED_GOAL),
-        Figure("first case, bare stream keeps freed frames, too", ours / 1e9, "GB/s", tuned / 1e9),
+        Figure(f"transfer: {case.name}", ours.best, "GB/s", peer.best, GOAL),
+        Figure(f"shared memory: {case.name}", shared.best, "GB/s", peer.best, SHARED_GOAL),
+        Figure("- over gRPC, medians", ours.median, "GB/s", peer.median),
+        Figure("- shared memory, medians", shared.median, "GB/s", peer.median),
+        Figure("- over gRPC, bound of two cores", costs.stream(1e9 * peer.best) / 1e9, "GB/s", peer.best),
+        Figure("- shared memory, bound of two cores", costs.shared() / 1e9, "GB/s", peer.best),
+        Figure("first case, bare stream keeps freed frames, too", ours.best, "GB/s", tuned.best),
         *cost,
     ]
+
+
+class Runs(list[float]):
+    """Bytes per second of each run; in GB/s:"""
+
+    @property
+    def best(self) -> float:
+        return max(self) / 1e9
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self) / 1e9
+
+
+def costs_of(case: Case) -> Costs:
+    """On caches of their own, with the layouts of sender and receiver."""
+    sends = PagedCache(case.spec(), case.config(case.send_order, 16))
+    takes = PagedCache(case.spec(), case.config(case.take_order, case.take_page_size))
+    source = SequenceSource(sends, case.pages(16), 0, case.tokens)
+    sink = SequenceSink(takes, case.pages(case.take_page_size), 0, case.tokens)
+    token = case.heads * case.head_dim * 2
+    tokens = min(case.tokens, MAX_PAYLOAD_BYTES // token)
+    return measure_costs(source, sink, case.layers, (0, case.heads), (0, tokens), tokens * token)
 
 
 async def push(
@@ -301,7 +255,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cases, repeats = (CASES, 12) if not options.quick else (tuple(replace(c, layers=8) for c in CASES[:2]), 3)
     figures = [run(case, repeats, verification=case is cases[0]) for case in cases]
-    report([*(figure for each in figures for figure in each[:2]), *figures[0][2:]], options.json)
+    report([*(figure for each in figures for figure in each[:6]), *figures[0][6:]], options.json)
 
 
 if __name__ == "__main__":

@@ -178,8 +178,7 @@ def arithmetic(contract: WorkerContract) -> tuple[tuple[str, str], ...]:
 def diff(left: WorkerContract, right: WorkerContract) -> tuple[FieldDifference, ...]:
     """Every field in which two contracts differ, must-equal ones first.
 
-    `left` is the sender's (prefill's). Layers are compared one by one, so that the code
-    names the layer: PLANES[3].k.heads.
+    `left` is the sender's (prefill's). Codes name the layer: PLANES[3].k.heads.
     """
     order = (MUST_EQUAL, LOSSY, CONVERTIBLE, INFORMATIONAL)
     planes = left.planes != right.planes  # most of the rows, and nearly always equal

@@ -29,16 +29,11 @@ class Outbox:
         self._frames: deque[tuple[FrameHeader, int]] = deque()
         self._seq = 0
 
-    def largest(self, max_payload_bytes: int) -> int:
-        """No frame will have more bytes of payload."""
-        rows = max(plane.heads * plane.head_dim for planes in self._contract.planes for plane in planes)
-        return min(max_payload_bytes, rows * self._item_bytes * (self._end - self._start))
-
-    @property
-    def whole_bytes(self) -> int:
-        """Payload bytes of all frames together."""
-        rows = sum(plane.heads * plane.head_dim for planes in self._contract.planes for plane in planes)
-        return rows * self._item_bytes * (self._end - self._start)
+    def sizes(self, max_payload_bytes: int) -> tuple[int, int]:
+        """Payload bytes: of the largest frame at most, and of all frames together."""
+        rows = [plane.heads * plane.head_dim for planes in self._contract.planes for plane in planes]
+        row_bytes = self._item_bytes * (self._end - self._start)
+        return min(max_payload_bytes, max(rows) * row_bytes), sum(rows) * row_bytes
 
     @property
     def done(self) -> bool:

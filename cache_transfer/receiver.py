@@ -45,7 +45,6 @@ from cache_transfer.pages import PageSink
 from cache_transfer.refusals import out_of_order, sender_gone, stale
 from cache_transfer.tickets import Claim, TicketBook
 from cache_transfer.waiting import Deadline, settle
-from cache_transfer.writers import yield_to_others
 from pdserve.errors import Internal, PdserveError
 
 log = logging.getLogger(__name__)
@@ -148,9 +147,7 @@ class Receiver:
         self._contract = contract
         self._host = host
         self._settings = settings or ReceiverSettings()
-        self._executor = ThreadPoolExecutor(
-            self._settings.threads, thread_name_prefix="cache-receiver", initializer=yield_to_others
-        )
+        self._executor = ThreadPoolExecutor(self._settings.threads, thread_name_prefix="cache-receiver")
         self._attempts: dict[bytes, list[_Attempt]] = {}
         self.active = 0
         """Streams being served, from before the claim until after the acknowledgement."""

@@ -110,8 +110,7 @@ class HandoffSender:
         self._grant: asyncio.Future[Grant] = self._loop.create_future()
         self._logits: Logits | None = None
         self._jobs: set[asyncio.Future[list[PackedFrames]]] = set()
-        self._granted_at = 0.0
-        self._sending_s = 0.0
+        self._granted_at = self._sending_s = 0.0
         self._started = self._committed = self._stopped = False
 
     def computed(self, layer: int, tokens: Range) -> None:
@@ -182,8 +181,7 @@ class HandoffSender:
     def _offer_memory(self) -> SharedMemory | None:
         if self._logits_only or not self._transport.shares_memory or not on_this_machine(self._ticket.endpoints):
             return None
-        largest, whole = self._outbox.largest(self._max_payload_bytes), self._outbox.whole_bytes
-        self._ring = make_ring(self._ticket.secret, largest, whole)
+        self._ring = make_ring(self._ticket.secret, *self._outbox.sizes(self._max_payload_bytes))
         return None if self._ring is None else self._ring.offer
 
     async def _send_frames(self, stream: PushStream, max_payload_bytes: int) -> None:
@@ -232,10 +230,7 @@ class HandoffSender:
     def _pack(self, headers: list[FrameHeader]) -> list[PackedFrames]:
         """Reads, hashes and encodes frames. Runs in a worker thread."""
         pack = self._transport.pack if self._ring is None else self._ring.pack
-        frames = [
-            Unpacked(encode_header(header), payload_size(self._contract, header), partial(self._read, header))
-            for header in headers
-        ]
+        frames = [Unpacked(encode_header(h), payload_size(self._contract, h), partial(self._read, h)) for h in headers]
         parts = (frames[first : first + self._together] for first in range(0, len(frames), self._together))
         return [pack(part, self._ticket.secret) for part in parts]
 

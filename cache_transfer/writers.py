@@ -13,12 +13,8 @@ once `drain` returned, none runs: its pages are free.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
 from typing import Protocol
 
 from cache_transfer import digests
@@ -31,19 +27,8 @@ from cache_transfer.waiting import settle
 from pdserve.errors import Internal, PdserveError
 
 _BATCH_BYTES = 1 << 20
-_NICE = 10
 
 Batch = list[tuple[FrameHeader, Frame | SharedFrame]]
-
-
-def yield_to_others() -> None:
-    """The calling thread gets a processor after those that have more to lose by waiting: a decode step's.
-
-    Linux only, where a thread has a priority of its own; elsewhere threads stay equal.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(os.environ.get("XNICE", _NICE)))
 
 
 class Rights(Protocol):

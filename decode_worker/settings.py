@@ -80,7 +80,7 @@ class DecodeSettings:
     max_unread_tokens: int = 256
     """Tokens that wait for a slow reader before its sequence pauses."""
 
-    shared_memory: str = "off"
+    shared_memory: str = "auto"
     """Reads payloads from memory that a prefill worker on this machine offers, if both agree; off: they
     always travel over gRPC. Both run as the same user and see each other's processes, or gRPC it is."""
 

@@ -66,7 +66,7 @@ class PrefillSettings:
     """Milliseconds that one engine step should take at most. Far into a long prompt, or on a slow machine, steps get
     fewer tokens, by halves, but not fewer than batch_tokens."""
 
-    shared_memory: str = "off"
+    shared_memory: str = "auto"
     """Offers payloads in shared memory to decode workers on this machine, if both agree; off: they
     always travel over gRPC. Both run as the same user and see each other's processes, or gRPC it is."""
 

@@ -10,7 +10,8 @@ use may empty them below zero, which is then waited out.
 
 A router that fills up keeps room for tenants who come later: one tenant has at most SHARE times
 as many requests in flight as places are free (the dynamic threshold of shared buffers, Choudhury
-and Hahne 1998). So a single tenant gets three quarters, four busy ones get 3/13 each.
+and Hahne 1998). A single tenant gets three quarters, one that comes then three quarters of the
+rest; as requests end, four busy tenants come to 3/13 each.
 """
 
 from __future__ import annotations

@@ -129,6 +129,27 @@ _LLAMAS = (
     ),
 )  # fmt: skip
 
+_STARCODER2 = Family(  # docs/families.md tells how this one came here
+    architecture="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    naming=_renamed(up="mlp.c_fc", down="mlp.c_proj"),
+    keys={
+        **SIZES,
+        **_GROUPED,
+        "ffn_width": Key("intermediate_size"),
+        "norm_eps": Key("norm_epsilon", "number"),
+        "activation": Key("hidden_act", "choice", meaning=ACTIVATIONS),
+        "qkv_bias": Key("use_bias", "flag", True),
+        "attn_out_bias": Key("use_bias", "flag", True),
+        "mlp_bias": Key("use_bias", "flag", True),
+        **TIED,
+    },
+    traits={"norm": "layer", "norm_shift": True, "mlp": "plain"},
+    layers="window if any",
+    fixed={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
+    harmless=frozenset({"embedding_dropout", "residual_dropout"}),
+)
+
 _GEMMAS = (
     Family(
         "Gemma2ForCausalLM",
@@ -198,7 +219,7 @@ _MIXTURES = (
     ),
 )
 
-FAMILIES = (*_LLAMAS, *_GEMMAS, *_MIXTURES, *OLDER)
+FAMILIES = (*_LLAMAS, _STARCODER2, *_GEMMAS, *_MIXTURES, *OLDER)
 
 
 def directory_sources(model_type: str, spec: ModelSpec) -> dict[str, Source]:

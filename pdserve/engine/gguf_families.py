@@ -98,6 +98,9 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
         scaled_embedding=True,
         wide_scale=62,  # the 27B model
     ),
+    "starcoder2": GgufFamily(
+        "starcoder2", _PLAIN, _LAYER_NORM, norm_eps="attention.layer_norm_epsilon"
+    ),
     "gpt2": GgufFamily(
         "gpt2", _FUSED_QKV, _LAYER_NORM, norm_eps="attention.layer_norm_epsilon", positions="learned"
     ),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.transfer import GOAL, SHARED_GOAL, VERIFICATION_GOAL, Case, run
+from benchmarks.transfer import GOAL, SHARED_GOAL, VERIFICATION_GOAL, run
+from benchmarks.transfer_cases import Case
 
 
 @pytest.mark.slow

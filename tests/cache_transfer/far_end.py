@@ -38,6 +38,11 @@ def read_line(line: str) -> tuple[str, Ticket, HandoffIdentity]:
     )
 
 
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 async def send() -> None:
     address, ticket, identity = read_line(sys.stdin.readline())
     contract = make_contract()
@@ -52,9 +57,9 @@ async def send() -> None:
 async def receive() -> None:
     async with make_pair("shared") as pair:
         pair.host.gated = True
-        print(line_of(pair.address, *pair.issue(TOKENS)), flush=True)
+        say(line_of(pair.address, *pair.issue(TOKENS)))
         await asyncio.to_thread(pair.host.writing.wait, PLENTY_S)
-        print("writing", flush=True)
+        say("writing")
         await asyncio.to_thread(pair.host.gate.wait, PLENTY_S)
 
 

@@ -1,4 +1,4 @@
-"""Either end of a handoff through shared memory is killed in the middle of it: nothing is left, and nothing is written."""
+"""Either end of a handoff through shared memory is killed in the middle of it: nothing is left of it."""
 
 from __future__ import annotations
 

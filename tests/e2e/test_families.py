@@ -28,6 +28,7 @@ FAMILIES = (
     "smollm3",
     "granite",
     "olmo2",
+    "starcoder2",
     "gemma2",
     "gemma3",
     "qwen3-moe-mixed",
@@ -37,7 +38,8 @@ FAMILIES = (
     "bloom",
     "gpt2",
 )
-GREEDY = SamplingParams(temperature=0, max_tokens=5, seed=0, ignore_eos=True)
+COUNT = 5
+GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, seed=0, ignore_eos=True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -52,7 +54,7 @@ async def test_a_handed_over_answer_is_the_peers(name: str, tmp_path: Path) -> N
         first = np.frombuffer(made.first_logits(answer), np.float32)
     assert answer.record is not None and answer.record.sent_tokens == len(ids) and answer.record.frames_sent > 0
     wanted = list(ids)
-    for number in range(GREEDY.max_tokens):
+    for number in range(COUNT):
         logits = peers.peer_logits(peer, wanted)[-1]
         if not number:
             torch.testing.assert_close(torch.from_numpy(first.copy()), logits, rtol=0, atol=peers.TOLERANCE)

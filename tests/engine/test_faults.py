@@ -104,7 +104,7 @@ def padding_keys_visible(patch: pytest.MonkeyPatch) -> None:
 
 
 def masked_keys_stay_in_the_denominator(patch: pytest.MonkeyPatch) -> None:
-    def leaky(q: Tensor, k: Tensor, v: Tensor, blocks: object, scale: float, soft_cap: float) -> Tensor:
+    def leaky(q: Tensor, k: Tensor, v: Tensor, blocks: object, scale: float, *rest: object) -> Tensor:
         n, m = q.shape[0], k.shape[1]
         seen = torch.ones(n, m, dtype=torch.bool).tril(m - n)
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[0], 0) for t in (k, v))
@@ -113,11 +113,9 @@ def masked_keys_stay_in_the_denominator(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(attention, "prefill", leaky)
 
-    def leaky_fixed(
-        q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, scale: float, soft_cap: float
-    ) -> Tensor:
+    def leaky_fixed(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, scale: float, *rest: object) -> Tensor:
         length = int(end.max())
-        return leaky(q, k[:, :length], v[:, :length], None, scale, soft_cap)
+        return leaky(q, k[:, :length], v[:, :length], None, scale)
 
     patch.setattr(deterministic, "attend", leaky_fixed)
 

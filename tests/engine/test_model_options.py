@@ -140,6 +140,7 @@ def test_two_engines_of_one_model_share_their_weights() -> None:
     a, b = (Engine(model, EngineConfig(dtype="fp32", pages=4)) for _ in range(2))
     for first, second in zip(a.decoder.layers, b.decoder.layers, strict=True):
         assert first.qkv.weight.data_ptr() == second.qkv.weight.data_ptr()
+        assert first.up is not None and second.up is not None
         assert first.up.weight.data_ptr() == second.up.weight.data_ptr()
     fused = a.decoder.layers[0].qkv.weight.untyped_storage().data_ptr()
     assert {model.tensors[f"layers.0.{x}.weight"].untyped_storage().data_ptr() for x in "qkv"} == {fused}

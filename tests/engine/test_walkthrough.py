@@ -33,7 +33,8 @@ def test_shapes_and_numbers_of_prefill_and_decode() -> None:
     assert [tuple(t.shape) for t in engine.cache.sequence(0, pages, 7)] == [(8, 7, 16)] * 2
     decoder = engine.decoder
     assert decoder.embedding[list(ids[:7])].shape == (7, 102)
-    assert decoder.layers[0].up(layer.y).shape == (7, 512)
+    up = decoder.layers[0].up
+    assert up is not None and up(layer.y).shape == (7, 512)
     assert decoder.out_proj is not None and decoder.out_proj(layer.y).shape == (7, 80)
     assert out.logits["r"].shape == (1, 150)
     want = oracle.logits(model, ids)

@@ -19,6 +19,7 @@ _ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "gpt2": gguf.MODEL_ARCH.GPT2,
     "bloom": gguf.MODEL_ARCH.BLOOM,
 }
@@ -107,6 +108,7 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
         }
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    norm = "layer_norm" if arch == "starcoder2" else "layer_norm_rms"
     own: dict[str, Any] = {}
     if arch in ("gemma2", "gemma3", "phi3"):
         own[f"{arch}.attention.sliding_window"] = config.sliding_window or 0
@@ -130,7 +132,7 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
         | {
             f"{arch}.feed_forward_length": config.intermediate_size,
             f"{arch}.attention.head_count_kv": config.num_key_value_heads,
-            f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+            f"{arch}.attention.{norm}_epsilon": getattr(config, "norm_epsilon", None) or config.rms_norm_eps,
             f"{arch}.attention.key_length": head_dim,
             f"{arch}.attention.value_length": head_dim,
             f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
@@ -143,7 +145,7 @@ def _tensors(model: Any, arch: str) -> dict[str, Tensor]:
     """Named by the format's own table of names."""
     config = model.config
     names = gguf.get_tensor_name_map(_ARCHITECTURES[arch], config.num_hidden_layers)
-    stored = {}
+    stored: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
         if config.tie_word_embeddings and key == "lm_head.weight":
             continue

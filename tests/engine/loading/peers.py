@@ -43,6 +43,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 24,
 }
 
+_STARCODER = {"head_dim": None, "rms_norm_eps": None, "norm_epsilon": 1e-5}
 _GEMMA = {"query_pre_attn_scalar": 7, "pad_token_id": 0}
 _TWO_BASES = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0},
@@ -106,7 +107,7 @@ _PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
             factor=4.0,
             original_max_position_embeddings=16,
             beta_fast=1.0,
-            beta_slow=0.3,
+            beta_slow=0.2,
             mscale=1.0,
             mscale_all_dim=0.5,
             truncate=False,
@@ -147,6 +148,8 @@ _PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {"head_dim": None}),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {**_STARCODER, "sliding_window": 5}),
+    "starcoder2-without-biases": ("Starcoder2Config", "Starcoder2ForCausalLM", {**_STARCODER, "use_bias": False}),
     "gemma2": (
         "Gemma2Config",
         "Gemma2ForCausalLM",

@@ -67,6 +67,7 @@ READABLE: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None},
     "gemma2": {**DEFAULT_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3": {**DEFAULT_GEMMA, "num_hidden_layers": 7, "sliding_window_pattern": 6, "rope_parameters": None},
+    "starcoder2": {"sliding_window": None},
     "gpt2": {"n_positions": 1024},
     "bloom": {},
 }
