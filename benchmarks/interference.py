@@ -3,9 +3,9 @@
 Eight streams run on a decode worker. In turn, nothing else happens (idle); a prefill worker in a process of its own
 computes prompts of 2,000 tokens, of which only the logits travel (computing); it hands the caches of such prompts
 over, one right after the other (the whole system); and a sender that computes nothing hands over such caches, layer by
-layer and just as slowly (receiving). Each worker has one thread, and a core. The turns alternate while contexts grow,
-each kind once in every place, so all see the same lengths. A gap is the time between two messages of one stream, as its
-reader sees them.
+layer and just as slowly (receiving). Each worker has one thread, and a core. Every turn starts its streams anew and
+waits until all run, so all kinds see the same contexts, and takes another place among the four. A gap is the time
+between two messages of one stream, as its reader sees them.
 
 What computing costs over idle is the machine's: two cores that share memory, cache and clock. No way of handing a
 cache over can avoid it, since prefill computes meanwhile whatever happens to its result. Receiving is what the decode
@@ -74,21 +74,19 @@ class Meter:
         return 1000 * float(gaps.quantile(share))
 
 
-async def stream(pair: Pair, plan: Plan, meter: Meter, number: int, running: asyncio.Barrier) -> None:
-    """Streams without end; every gap goes to the meter's present turn."""
-    waiting = True
-    for turn in itertools.count():
+async def stream(pair: Pair, plan: Plan, meter: Meter, seed: int, running: asyncio.Barrier) -> None:
+    """Streams until it is cancelled; every gap, once all are running, goes to the meter's present turn."""
+    for begun in itertools.count():
         last = 0.0
-        prompt = random_prompt(plan.stream_prompt, 1000 * number + turn, plan.vocab)
+        prompt = random_prompt(plan.stream_prompt, seed + begun, plan.vocab)
         async for _ in pair.generate(prompt, plan.stream_output):
             now = time.perf_counter()
             if last:
                 meter.gaps[meter.kind].append(now - last)
-            last = now
-            if waiting:
-                waiting = False
+            elif not begun:
                 await running.wait()
-                last = time.perf_counter()
+                now = time.perf_counter()
+            last = now
 
 
 async def prefill_prompts(pair: Pair, plan: Plan, meter: Meter) -> None:
@@ -120,21 +118,26 @@ async def measure(plan: Plan, prefill: str, decode: str) -> list[Figure]:
         began = time.perf_counter()
         await pair.handoff(random_prompt(plan.arriving, 2, plan.vocab))
         meter.handoffs.append(time.perf_counter() - began)
-        running = asyncio.Barrier(plan.streams + 1)
-        streams = [asyncio.create_task(stream(pair, plan, meter, n, running)) for n in range(plan.streams)]
-        starting = asyncio.create_task(running.wait())
-        await asyncio.wait({starting, *streams}, return_when=asyncio.FIRST_COMPLETED)
         sender = PacedSender(contract_from_proto(pair.contract), plan.arriving)
         for number in range(plan.turns):
             print(f"turn {number + 1} of {plan.turns}", file=sys.stderr, flush=True)
             for meter.kind in (*KINDS[number % 4 :], *KINDS[: number % 4]):  # each first once: contexts grow
                 sender.seconds = median(meter.handoffs)
+                streams = await started(pair, plan, meter, 1000 * (KINDS.index(meter.kind) + 4 * number))
                 others = [asyncio.create_task(each) for each in beside(pair, plan, meter, sender)]
                 await turn([*others, *streams], plan.turn_s)
-                await cancel(others)
-        await cancel(streams)
+                await cancel([*others, *streams])
         await sender.close()
     return figures(plan, meter)
+
+
+async def started(pair: Pair, plan: Plan, meter: Meter, seed: int) -> list[asyncio.Task[None]]:
+    """New streams that all run."""
+    running = asyncio.Barrier(plan.streams + 1)
+    streams = [asyncio.create_task(stream(pair, plan, meter, seed + 100 * n, running)) for n in range(plan.streams)]
+    starting = asyncio.create_task(running.wait())
+    await asyncio.wait({starting, *streams}, return_when=asyncio.FIRST_COMPLETED)
+    return streams
 
 
 def beside(pair: Pair, plan: Plan, meter: Meter, sender: PacedSender) -> Sequence[Coroutine[None, None, None]]:

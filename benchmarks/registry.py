@@ -1,9 +1,9 @@
 """What one Redis and one router pay for a pool of workers: heartbeats, snapshots, placement, and how they grow.
 
 Redis, router and workers are processes of their own. Each simulated worker has the heartbeat, the connection and the
-record of a real one, and no engine. The router is a whole one; its planner is asked for a pair a hundred times per second,
-as a request would ask it, for prompts of which half begin alike, and tells other routers of them as it does in
-serving. A worker more must cost no more than a worker did: work per worker is compared with that at the smallest pool.
+record of a real one, and no engine. The router is a whole one; a hundred times per second it checks and places a
+request, as in serving, for prompts of which half begin alike, and tells other routers of them. A worker more must cost
+no more than a worker did: work per worker is compared with that at the smallest pool.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ PLACED_MS = 5.0  # the longest that a pair may take to find at the largest pool,
 @dataclass(frozen=True)
 class Plan:
     workers: tuple[int, ...]
-    seconds: float
+    seconds: float  # of each measurement
+    settle_s: float  # the first snapshots are of another kind
 
 
-FULL = Plan((10, 100, 1000), 10.0)
-QUICK = Plan((10, 40), 1.0)
+FULL = Plan((10, 100, 1000), 10.0, 2.0)
+QUICK = Plan((10, 20), 0.5, 0.3)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ async def _serve_router(pipe: Connection, url: str, count: int) -> None:
     router = Router(settings)
     await router.start()
     while len(router.pool.members()) < count:
-        await asyncio.sleep(0.05)
+        await asyncio.wait((asyncio.get_running_loop().create_future(),), timeout=0.05)
     pipe.send("ready")
     placed: list[float] = []
     late: list[float] = []
@@ -169,9 +170,12 @@ def _rss_mib(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _told(client: redis.Redis) -> tuple[float, float]:
+    """Seconds of processor time that a Redis has used, and bytes that it has moved."""
+    cpu: Any = client.info("cpu")
+    stats: Any = client.info("stats")
+    used = cpu["used_cpu_user"] + cpu["used_cpu_sys"]
+    return float(used), float(stats["total_net_input_bytes"] + stats["total_net_output_bytes"])
 
 
 @dataclass(frozen=True)
@@ -188,26 +192,23 @@ class Costs:
     late_ms: tuple[float, ...]
 
 
-def measure_pool(workers: int, seconds: float) -> Costs:
+def measure_pool(workers: int, plan: Plan) -> Costs:
+    seconds = plan.seconds
     with ExitStack() as stack:
         url, pid = stack.enter_context(redis_server())
         stack.enter_context(Process(_serve_workers, url, workers))
         router = stack.enter_context(Process(_serve_router, url, workers))
         client = stack.enter_context(redis.Redis.from_url(url))
 
-        def moved() -> float:
-            told: Any = client.info("stats")
-            return float(told["total_net_input_bytes"] + told["total_net_output_bytes"])
-
-        time.sleep(2.0)  # the first snapshots are of another kind
-        cpu, bytes_then, idle = _cpu_s(pid), moved(), _ask(router, "look")
+        time.sleep(plan.settle_s)
+        before, idle = _told(client), _ask(router, "look")
         time.sleep(seconds)
-        redis_s, redis_bytes, rested = _cpu_s(pid) - cpu, moved() - bytes_then, _ask(router, "place")
+        after, rested = _told(client), _ask(router, "place")
         time.sleep(seconds)
         busy = _ask(router, "look")
         return Costs(
-            1e3 * redis_s / seconds,
-            redis_bytes / seconds,
+            1e3 * (after[0] - before[0]) / seconds,
+            (after[1] - before[1]) / seconds,
             _rss_mib(pid),
             1e3 * (rested.cpu_s - idle.cpu_s) / seconds,
             1e3 * (busy.cpu_s - rested.cpu_s) / seconds,
@@ -259,7 +260,7 @@ def _p99(values: tuple[float, ...]) -> float:
 def main() -> int:
     options = make_parser(__doc__).parse_args()
     plan = QUICK if options.quick else FULL
-    report(figures({workers: measure_pool(workers, plan.seconds) for workers in plan.workers}), options.json)
+    report(figures({workers: measure_pool(workers, plan) for workers in plan.workers}), options.json)
     return 0
 
 

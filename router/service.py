@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import islice, product
 from typing import Any
 
 import grpc
@@ -45,6 +46,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 GATEWAY = "pdserve.v1.Gateway"  # the service's full name
 MAX_LABEL = 256  # characters
+MAX_PAIRS = 1024  # told by Status
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
@@ -254,16 +256,25 @@ def placement_to_proto(outcomes: Outcomes) -> gateway_pb2.PlacementCounts:
 
 
 def pairs_to_proto(pool: Pool, members: tuple[Member, ...]) -> list[gateway_pb2.Pair]:
-    """The whole matrix, with every difference whether or not it refuses."""
+    """Every pair, with every difference whether or not it refuses; in a large pool one pair for all that are alike.
+
+    Contracts are compared once for all workers that share them.
+    """
+    prefills, decodes = (tuple(m for m in members if m.record.role == role) for role in (PREFILL, DECODE))
+    if len(prefills) * len(decodes) > MAX_PAIRS:
+        prefills, decodes = (tuple({_kind(m): m for m in reversed(side)}.values()) for side in (prefills, decodes))
+    known: dict[tuple[object, object], tuple[bool, list[Any]]] = {}
     pairs = []
-    for prefill in (m for m in members if m.record.role == PREFILL):
-        for decode in (m for m in members if m.record.role == DECODE):
-            differences = pool.gate.differences(prefill, decode)
-            pair = gateway_pb2.Pair(
-                prefill_worker=prefill.id,
-                decode_worker=decode.id,
-                fits=pool.gate.fits(prefill, decode),
-                differences=[difference_to_proto(d) for d in differences],
-            )
-            pairs.append(pair)
+    for prefill, decode in islice(product(prefills, decodes), MAX_PAIRS):
+        kinds = _kind(prefill), _kind(decode)
+        if kinds not in known:
+            differences = [difference_to_proto(d) for d in pool.gate.differences(prefill, decode)]
+            known[kinds] = pool.gate.fits(prefill, decode), differences
+        fits, told = known[kinds]
+        pairs.append(gateway_pb2.Pair(prefill_worker=prefill.id, decode_worker=decode.id, fits=fits, differences=told))
     return pairs
+
+
+def _kind(member: Member) -> tuple[bytes, tuple[tuple[str, str], ...]]:
+    """Equal for workers that differ from others in the same way."""
+    return member.group, tuple(sorted(member.record.contract.info.items()))

@@ -91,7 +91,7 @@ class Reader(ABC):
         self._held += text
         shown = ""
         while True:
-            if self._arguments is not None and not self._take_arguments():
+            if self._arguments is not None and not self._take_arguments(self._arguments):
                 break
             more = self._advance()
             if more is None:
@@ -129,10 +129,8 @@ class Reader(ABC):
         """Whole calls."""
         self._parts += [Part(call.arguments, call.name) for call in calls]
 
-    def _take_arguments(self) -> bool:
+    def _take_arguments(self, arguments: Arguments) -> bool:
         """True: they are complete."""
-        arguments = self._arguments
-        assert arguments is not None
         taken = arguments.take(self._held)
         self._parts.append(Part(self._held[:taken]))
         self._held = self._held[taken:]

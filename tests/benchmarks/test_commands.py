@@ -39,6 +39,7 @@ def figures_of(name: str, folder: Path) -> list[dict[str, Any]]:
         ("handoff", 9, 2),
         ("interference", 7, 5),
         ("memory", 6, 4),
+        ("registry", 22, 3),
         ("router", 9, 2),
         ("serving", 24, 1),
         ("startup", 1, 0),

@@ -11,7 +11,8 @@ import pytest
 
 from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.codec import ITEM_BYTES
-from cache_transfer.messages import Grant
+from cache_transfer.intake import Intake
+from cache_transfer.messages import Frame, Frames, Grant, SharedFrames
 from cache_transfer.opening import make_opening
 from tests.cache_transfer.pages import WAIT_S, DirectNumpySource, GatedSource, NumpySource
 from tests.cache_transfer.support import (
@@ -156,6 +157,29 @@ async def test_the_grant_names_what_is_wanted() -> None:
         await stream.send(make_opening(ticket, identity, pair.sends, logits_only=False))
         assert await stream.receive() == Grant(7, 13, 1 << 20, max_frames=64)
         await stream.close()
+
+
+@pytest.mark.parametrize(("granted", "expected"), [(0, {1}), (1, {1}), (4, {2, 4})])
+async def test_frames_come_together_as_far_as_the_grant_allows(
+    granted: int, expected: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing granted is what a receiver says that does not know of it."""
+    monkeypatch.setattr("cache_transfer.intake.MAX_FRAMES", granted)
+    sizes: set[int] = set()
+    take = Intake.take
+
+    async def counted(self: Intake, message: Frame | Frames | SharedFrames) -> None:
+        sizes.add(1 if isinstance(message, Frame) else len(message.frames))
+        await take(self, message)
+
+    monkeypatch.setattr(Intake, "take", counted)
+    async with make_pair("grpc") as pair:
+        ticket, identity = pair.issue(9)
+        sender = pair.sender(ticket, identity, pair.source(9))
+        pair.announce_all(sender, 9)  # six frames: K and V of three layers
+        await sender.run()
+        check_same(pair.host.sinks[ticket.handoff_id, 1].content(9), random_cache(pair.sends, 9))
+    assert sizes == expected
 
 
 async def test_planes_of_unlike_shape() -> None:

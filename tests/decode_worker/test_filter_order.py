@@ -1,4 +1,4 @@
-"""The order of filters that docs/openai.md promises, over a real vocabulary and in a mixed batch, by transformers' filters."""
+"""The order of filters that docs/openai.md promises: by transformers' filters, a real vocabulary, in a mixed batch."""
 
 from __future__ import annotations
 
@@ -34,18 +34,22 @@ ALL = SamplingParams(
 )  # fmt: skip
 MIXED = (
     ALL,
-    replace(ALL, temperature=0.5, top_k=0, top_p=0.95),
+    replace(ALL, temperature=1.1, top_k=0, top_p=0.98),
     replace(ALL, temperature=3.0, min_p=0.0, top_k=200, top_p=0.5),
     replace(ALL, top_k=0, top_p=1.0, min_p=0.1),
-    replace(ALL, logit_bias={8: 5.0}, presence_penalty=2.0, frequency_penalty=-0.5, min_p=0.3, top_k=50),
+    replace(ALL, logit_bias={8: 1.0}, presence_penalty=2.0, frequency_penalty=-0.5, min_p=0.1, top_k=50),
     SamplingParams(seed=0, top_k=5),
     SamplingParams(seed=0, temperature=0.0),
 )
 
 
 def bias(rows: Tensor, p: SamplingParams) -> Tensor:
-    entries = [[[token], value] for token, value in p.logit_bias.items()]
-    return SequenceBiasLogitsProcessor(entries)(_ids(OUTPUT), rows.float()).double() if entries else rows
+    if not p.logit_bias:
+        return rows
+    added: Tensor = SequenceBiasLogitsProcessor([[[token], value] for token, value in p.logit_bias.items()])(
+        _ids(OUTPUT), rows.float()
+    )
+    return added.double()
 
 
 def penalties(rows: Tensor, p: SamplingParams) -> Tensor:
@@ -123,7 +127,9 @@ def test_in_a_mixed_batch_each_row_draws_from_its_own() -> None:
     assert drawn[-1] == {int(np.argmax(rows[-1].numpy()))}
 
 
-@pytest.mark.parametrize("swapped", pairwise(ORDER), ids=lambda pair: f"{pair[0].__name__} and {pair[1].__name__}")
+@pytest.mark.parametrize(
+    "swapped", list(pairwise(ORDER)), ids=lambda pair: f"{pair[0].__name__} and {pair[1].__name__}"
+)
 def test_two_filters_exchanged_would_be_seen(swapped: tuple[Filter, Filter]) -> None:
     if swapped == (min_p, top_k):
         swapped = (min_p, top_p)  # both cut the same order of scores: the first two leave the same either way

@@ -32,7 +32,8 @@ async def relayed(prefills: int = 2) -> AsyncIterator[tuple[Stack, Relay]]:
         async with stack() as made:
             for _ in range(prefills):
                 await made.add_prefill(engine())
-            decode = await made.add_decode(engine(), advertise_transfer=address)
+            # All bytes pass the relay: none travel through shared memory.
+            decode = await made.add_decode(engine(), advertise_transfer=address, shared_memory="off")
             relay.target = decode._transfer.address
             yield made, relay
     finally:

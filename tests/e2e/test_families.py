@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from cache_transfer.contract import MUST_EQUAL, diff
 from pdserve.engine.engine import Engine
 from pdserve.engine.load import load_model
+from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import EngineConfig
+from pdserve.registry.records import Registry
 from pdserve.request import SamplingParams
+from pdserve.tokenizer import Bundle
+from pdserve.worker_main import open_worker
+from prefill_worker.settings import PrefillSettings
+from prefill_worker.worker import PrefillWorker
 from tests.e2e.stack import pair
 from tests.engine.loading import peers
 
@@ -60,3 +67,20 @@ async def test_a_handed_over_answer_is_the_peers(name: str, tmp_path: Path) -> N
             torch.testing.assert_close(torch.from_numpy(first.copy()), logits, rtol=0, atol=peers.TOLERANCE)
         wanted.append(int(logits.argmax()))
     assert list(answer.ids) == wanted[len(ids) :]
+
+
+async def test_workers_that_serve_other_contexts_have_other_longrope_factors_and_are_told_apart(tmp_path: Path) -> None:
+    path = peers.save_peer(peers.make_peer("phi3-longrope"), tmp_path / "model")
+
+    def build(
+        model: LoadedModel, bundle: Bundle | None, settings: PrefillSettings, registry: Registry | None
+    ) -> PrefillWorker:
+        return PrefillWorker(Engine(model, EngineConfig(dtype="fp32", kernels="plain")), bundle, settings, registry)
+
+    contracts = []
+    for limit in (0, 16, 12):  # the original context has 16 positions
+        worker = await open_worker(build, PrefillSettings(model=str(path), context_limit=limit), None)
+        contracts.append(worker.contract)
+    assert [contract.context_limit for contract in contracts] == [64, 16, 12]
+    found = [[d.code for d in diff(contracts[1], other) if d.kind == MUST_EQUAL] for other in contracts]
+    assert found == [["POSITION_SCHEME.scaling_parameters"], [], []]

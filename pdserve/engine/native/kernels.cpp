@@ -96,7 +96,8 @@ static void product(const Model& m, const Step& s, const Matrix& w, const X* x, 
     const int outputs = gated ? w.outputs / 2 : w.outputs, blocks = (outputs + block - 1) / block;
     int splits = (rows + TASK_ROWS - 1) / TASK_ROWS;
     auto uneven = [&](int tasks) { return 20 * ((tasks + s.threads - 1) / s.threads * s.threads - tasks) > tasks; };
-    while ((uneven(blocks * splits) || blocks * splits < 4 * s.threads) && rows / splits >= 96) splits *= 2;
+    // A split has more rows than a panel: lanes are turned once per thread, so their rows must be the same in all tasks.
+    while ((uneven(blocks * splits) || blocks * splits < 4 * s.threads) && rows / splits >= 2 * PANEL + 2) splits *= 2;
     const int each = int(rounded((rows + splits - 1) / splits, 6));
     splits = (rows + each - 1) / each;
     const Way way = way_for<W>(std::min(each, rows));
