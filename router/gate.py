@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from cache_transfer.contract import (
     INFORMATIONAL,
@@ -27,6 +28,7 @@ from cache_transfer.contract import (
 from cache_transfer.encoding import sha256
 from pdserve.errors import FieldDifference, Incompatible, PdserveError, Unavailable
 from pdserve.registry.records import DECODE, PREFILL, WorkerRecord
+from router.room import Room, worker_room
 from router.settings import ALWAYS, NEVER
 
 _REMEMBERED_COMPARISONS = 1024
@@ -49,6 +51,10 @@ class Member:
     @property
     def address(self) -> str:
         return self.record.endpoints[0].address
+
+    @cached_property
+    def room(self) -> Room:
+        return worker_room(self.record)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,11 @@ class Match:
     def contract_digest(self) -> bytes:
         """Of every worker in it: groups that differ in a must-equal field never match."""
         return self.prefills[0].contract_digest
+
+    @cached_property
+    def members(self) -> dict[bytes, Member]:
+        """By incarnation."""
+        return {member.record.incarnation: member for member in (*self.prefills, *self.decodes)}
 
     @property
     def count(self) -> int:

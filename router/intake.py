@@ -15,12 +15,13 @@ from pdserve.request import SamplingParams, check_choices, check_token_ids
 from pdserve.tokenizer import Tokenizer
 from router.adapters import named, only_with, version_of
 from router.gate import Match, Member, Verdict, explain
-from router.placement import Room, check_prompt_length, widest
+from router.placement import check_prompt_length, widest
 from router.planner import able
 from router.pool import Pool
 from router.quotas import Quotas
 from router.record import log_refused
 from router.request import Ask, Request, needs, router_full
+from router.room import Room
 from router.settings import RouterSettings
 from router.tokens import BundleCache, encode, holders, unknown_model
 

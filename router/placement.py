@@ -16,26 +16,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pdserve.errors import InvalidRequest
-from pdserve.registry.records import PREFILL, Load
+from pdserve.registry.records import Load
 from router.gate import Choice, Match, Member, Pair
 from router.prediction import Forecast, Site, at_decode, by_handoff, bytes_per_token
+from router.room import Room
 
 T = TypeVar("T")
 
 
-_UNLIMITED = 2**31 - 1
 MAX_COST = 1e12  # what is told of an infinite one
-
-
-@dataclass(frozen=True)
-class Room:
-    """The most tokens a worker, or a pair of them, can take."""
-
-    prompt: int
-    total: int  # prompt and output together
-
-    def takes(self, prompt: int, total: int) -> bool:
-        return prompt <= self.prompt and total <= self.total
 
 
 @dataclass(frozen=True)
@@ -55,23 +44,9 @@ def cache_tokens(prompt_tokens: int, max_tokens: int) -> int:
     """Tokens a decode worker takes pages for when it grants a request: what arrives, and the first growth.
 
     A request of one token needs the logits only, hence no page. The rest of an answer gets its
-    pages one by one, so it counts only against what a worker can hold at all (`member_room`).
+    pages one by one, so it counts only against what a worker can hold at all (`worker_room`).
     """
     return prompt_tokens + 1 if max_tokens > 1 else 0
-
-
-def member_room(member: Member) -> Room:
-    """What one worker's context and page pool allow. An unstated limit (0) does not bound.
-
-    Decode caches all but the last token of an output; prefill only ever holds the prompt.
-    """
-    record = member.record
-    context = record.contract.context_limit or _UNLIMITED
-    pool = record.load.pages_total * record.contract.page_size or _UNLIMITED
-    if record.role == PREFILL:
-        return Room(prompt=min(context - 1, pool), total=context)
-    total = min(context, pool + 1)
-    return Room(prompt=total - 1, total=total)
 
 
 def shared(left: Room, right: Room) -> Room:
@@ -80,7 +55,7 @@ def shared(left: Room, right: Room) -> Room:
 
 
 def room(pair: Pair) -> Room:
-    return shared(member_room(pair.prefill), member_room(pair.decode))
+    return shared(pair.prefill.room, pair.decode.room)
 
 
 def widest(matches: Iterable[Match]) -> Room:
@@ -92,8 +67,8 @@ def widest(matches: Iterable[Match]) -> Room:
     rooms = []
     for match in matches:
         # More room at decode never makes less of a pair, so only the roomiest one need be tried.
-        roomiest = max(map(member_room, match.decodes), key=order)
-        rooms += [shared(member_room(prefill), roomiest) for prefill in match.prefills]
+        roomiest = max((member.room for member in match.decodes), key=order)
+        rooms += [shared(room, roomiest) for room in {prefill.room for prefill in match.prefills}]
     return max(rooms, key=order)
 
 

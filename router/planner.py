@@ -2,7 +2,7 @@
 
 Preferred in this order: for an answer that goes on, workers that compute as those it began on;
 room for all the tokens asked for; workers that have not failed this request. Among those,
-`placement` decides. Linear in the number of workers.
+`placement` decides. In a large pool a request looks at a few workers only, and at all when none of them will do.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from pdserve.registry.records import DECODE, PREFILL
 from router.adapters import UNKNOWN_ADAPTER, adapter_gone, with_adapter
 from router.failures import for_client
 from router.gate import Match, Member, Pair, computes_like, explain, narrowed, without
-from router.placement import Demand, cache_tokens, member_room, place
+from router.placement import Demand, cache_tokens, place
 from router.pool import Pool
 from router.prefixes import PrefixRecord, chain
 from router.record import Account
 from router.request import Request
+
+ENOUGH = 32  # workers of a group that a request is placed among; a pool must be larger for it to matter
 
 
 class Planner:
@@ -50,22 +52,56 @@ class Planner:
         """
         if account.attempts >= self._max_attempts:
             return None
+        account.verdict = self._pool.verdict(account.request.model)
+        matches = self._matches(account.request)
+        if decode is None:
+            few = self._few(matches, account.request)
+            if few != matches and (pair := self._best_of(few, account, None, first_only=True)):
+                return pair
+        return self._best_of(matches, account, decode)
+
+    def _best_of(
+        self, matches: tuple[Match, ...], account: Account, decode: Member | None, first_only: bool = False
+    ) -> Pair | None:
+        """`first_only`: None where only something less than preferred is there."""
         request = account.request
-        account.verdict = self._pool.verdict(request.model)
-        matches = without(self._matches(request), account.tried)
+        matches = without(matches, account.tried)
         sizes = [account.limit, account.least_tokens]
         if decode is not None:
             only = decode.record.incarnation
             matches = narrowed(matches, lambda m: m.record.role != DECODE or m.record.incarnation == only)
             sizes = [account.max_tokens]
-        matches = able(matches, request.needs)
+        matches = able(with_adapter(matches, request.adapter_digest), request.needs)
         options = [alike(matches, account.began_on), matches] if account.began_on else [matches]
-        for candidates in options:
-            for max_tokens in dict.fromkeys(sizes):
-                roomy = with_room(candidates, account.prefill_tokens, len(request.prompt_ids) + max_tokens)
-                if roomy:
-                    return self._place(roomy, account, max_tokens, decode)
+        wishes = [(candidates, size) for candidates in options for size in dict.fromkeys(sizes)]
+        for candidates, max_tokens in wishes[:1] if first_only else wishes:
+            roomy = with_room(candidates, account.prefill_tokens, len(request.prompt_ids) + max_tokens)
+            unblamed = self._unblamed(roomy, account, decode)
+            if unblamed or (roomy and not first_only):
+                return self._place(unblamed or roomy, account, max_tokens)
         return None
+
+    def _few(self, matches: tuple[Match, ...], request: Request) -> tuple[Match, ...]:
+        """Of each large group some at random, and those who probably hold some of the prompt: placement draws two,
+        and looking at every worker for it would make each request slower with the size of the pool.
+        """
+        if all(len(side) <= ENOUGH for match in matches for side in (match.prefills, match.decodes)):
+            return matches
+        held = self.prefixes.held_tokens(links(request))
+
+        def few(side: tuple[Member, ...], match: Match) -> tuple[Member, ...]:
+            drawn = self._rng.sample(side, min(ENOUGH, len(side)))
+            role = side[0].record.role
+            holders = (match.members[who] for who in held if who in match.members)
+            return tuple({m.record.incarnation: m for m in (*drawn, *holders) if m.record.role == role}.values())
+
+        smaller = []
+        for match in matches:
+            decodes = few(match.decodes, match)
+            smaller.append(
+                replace(match, prefills=decodes if match.here else few(match.prefills, match), decodes=decodes)
+            )
+        return tuple(smaller)
 
     def _find_elsewhere(self, account: Account) -> Pair | None:
         """A pair of another contract by which the prompt's ids mean the same; the request then moves to it."""
@@ -90,23 +126,28 @@ class Planner:
         pair = account.trials[-1].pair
         self.prefixes.record(links(account.request), pair.prefill.record.incarnation, pair.decode.record.incarnation)
 
-    def _matches(self, request: Request) -> Iterable[Match]:
+    def _matches(self, request: Request) -> tuple[Match, ...]:
         matches = self._pool.verdict(request.model).matches
-        fitting = (match for match in matches if match.contract_digest == request.contract_digest)
-        return with_adapter(fitting, request.adapter_digest)
+        return tuple(match for match in matches if match.contract_digest == request.contract_digest)
 
-    def _place(self, matches: tuple[Match, ...], account: Account, max_tokens: int, admitted_by: Member | None) -> Pair:
+    def _unblamed(self, matches: tuple[Match, ...], account: Account, admitted_by: Member | None) -> tuple[Match, ...]:
+        """Without those that have failed this request; who has admitted it stays."""
+        if not account.blamed:
+            return matches
+        stays = admitted_by.record.incarnation if admitted_by is not None else b""
+
         def unblamed(member: Member) -> bool:
-            incarnation = member.record.incarnation
-            admitted = admitted_by is not None and admitted_by.record.incarnation == incarnation
-            return admitted or incarnation not in account.blamed
+            return member.record.incarnation == stays or member.record.incarnation not in account.blamed
 
+        return narrowed(matches, unblamed)
+
+    def _place(self, matches: tuple[Match, ...], account: Account, max_tokens: int) -> Pair:
         request = account.request
         prompt_tokens = account.prefill_tokens
         held = self.prefixes.held_tokens(links(request))
         size = cache_tokens(prompt_tokens, max_tokens - account.prefilled_output)
         demand = Demand(prompt_tokens, size, held, failed=any(not trial.pair.here for trial in account.trials))
-        return place(narrowed(matches, unblamed) or matches, demand, self._pool.load, self._rng, self._pool.prompts)
+        return place(matches, demand, self._pool.load, self._rng, self._pool.prompts)
 
     def _no_pair(self, account: Account) -> PdserveError:
         error, request = account.last_error, account.request
@@ -145,7 +186,7 @@ def able(matches: Iterable[Match], needs: frozenset[str]) -> tuple[Match, ...]:
 
 def with_room(matches: Iterable[Match], prefill_tokens: int, total: int) -> tuple[Match, ...]:
     """The members that can take a request with so many tokens to prefill, and so many in the end."""
-    return narrowed(matches, lambda member: member_room(member).takes(prefill_tokens, total))
+    return narrowed(matches, lambda member: member.room.takes(prefill_tokens, total))
 
 
 def links(request: Request) -> tuple[bytes, ...]:

@@ -87,6 +87,8 @@ class Pool:
         self._on_addresses = on_addresses
         self._members: dict[str, Member] = {}  # by worker id
         self._verdicts: dict[str, Verdict] = {}  # by model; of the pool as it is now
+        self._ready: dict[str, tuple[Member, ...]] = {}  # the same
+        self._models: dict[str, int] = {}
         self._renewals: dict[bytes, float] = {}  # incarnation -> last renewal
         self._suspects: dict[bytes, float] = {}  # incarnation -> when a call to it failed
         self._jobs: dict[bytes, list[Job]] = {}  # by incarnation
@@ -136,18 +138,22 @@ class Pool:
 
     def models(self) -> dict[str, int]:
         """Served model names and when this router first saw them, in Unix seconds."""
-        return {name: self._first_seen[name] for name in sorted({m.record.model for m in self.members()})}
+        return self._models
 
     def ready(self, model: str) -> tuple[Member, ...]:
         """Workers of a model that may be given work now."""
-        return tuple(m for m in self.members() if m.record.model == model and self.is_ready(m))
+        if self._time_may_clear:
+            return self._ready_now(model)
+        if model not in self._ready:
+            self._ready[model] = self._ready_now(model)
+        return self._ready[model]
 
     def is_ready(self, member: Member) -> bool:
         return member.record.state == READY and not self._is_suspect(member)
 
     def verdict(self, model: str) -> Verdict:
         """The gate's word on the ready workers of a model; asked once for each state of the pool."""
-        if self.warning and self._suspects:  # which time alone may clear
+        if self._time_may_clear:
             return self.gate.judge(self.ready(model))
         if model not in self._verdicts:
             self._verdicts[model] = self.gate.judge(self.ready(model))
@@ -162,7 +168,7 @@ class Pool:
         """Takes a worker out until it is heard of again: a call to it failed at the transport."""
         log.warning("worker %s at %s does not answer, out of rotation", member.id, member.address)
         self._suspects[member.record.incarnation] = self._clock()
-        self._verdicts.clear()
+        self._forget()
 
     def begin(self, member: Member, prompt_tokens: int, cache_tokens: int, streams: int = 1) -> Job:
         """Notes work given to a worker before its next report does. The caller must `end` it.
@@ -224,13 +230,28 @@ class Pool:
         if asked_at < self._grace_until:
             members = self._members | members
         self._members = dict(sorted(members.items()))
-        self._verdicts.clear()
+        self._forget()
         for member in fresh:
             self._first_seen.setdefault(member.record.model, int(time.time()))
+        models = sorted({member.record.model for member in self._members.values()})
+        self._models = {name: self._first_seen[name] for name in models}
         self._renewals = {m.record.incarnation: m.renewed_at for m in self._members.values()}
         self._suspects = {i: at for i, at in self._suspects.items() if i in self._renewals and self._renewals[i] <= at}
         for incarnation in tuple(self._jobs):
             self._drop_settled(incarnation)
+
+    def _ready_now(self, model: str) -> tuple[Member, ...]:
+        return tuple(m for m in self._members.values() if m.record.model == model and self.is_ready(m))
+
+    @property
+    def _time_may_clear(self) -> bool:
+        """A suspect, while nobody can be heard of."""
+        return bool(self.warning and self._suspects)
+
+    def _forget(self) -> None:
+        """What was worked out from the pool as it was."""
+        self._verdicts.clear()
+        self._ready.clear()
 
     def _member(self, live: LiveRecord, asked_at: float) -> Member:
         record = live.record

@@ -124,10 +124,10 @@ def read_tenants(tables: object) -> tuple[Tenant, ...]:
     """The tenants of a configuration file. Raises ConfigError by place; no error shows a value that may be a key."""
     tenants = []
     for where, table in _tables(tables):
-        words = {name: _word(table, name, where) for name in _WORDS}
-        limits = {name: _limit(table, name, where) for name in _LIMITS}
+        given: dict[str, Any] = {name: _word(table, name, where) for name in _WORDS}
+        given |= {name: _limit(table, name, where) for name in _LIMITS}
         keys = tuple(_digests(_texts(table, "keys", where), f"{where}.keys"))
-        tenants.append(Tenant(keys=keys, models=tuple(_texts(table, "models", where)), **words, **limits))
+        tenants.append(Tenant(keys=keys, models=tuple(_texts(table, "models", where)), **given))
     check_tenants(tenants)
     return tuple(tenants)
 

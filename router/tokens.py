@@ -15,8 +15,9 @@ from pdserve.errors import DataLoss, InvalidRequest, NotFound, PdserveError, Una
 from pdserve.tokenizer import Bundle, Tokenizer
 from router.channels import WorkerChannels
 from router.gate import Member
-from router.placement import Room, too_long
+from router.placement import too_long
 from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.room import Room
 from router.wire import fetch_bundle
 
 MAX_MESSAGES = 4096

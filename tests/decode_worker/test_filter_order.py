@@ -43,45 +43,41 @@ MIXED = (
 )
 
 
+def applied(processor: Callable[[Tensor, Tensor], Tensor], rows: Tensor, seen: Sequence[int] = OUTPUT) -> Tensor:
+    return processor(torch.tensor([seen]), rows.clone())
+
+
 def bias(rows: Tensor, p: SamplingParams) -> Tensor:
-    if not p.logit_bias:
-        return rows
-    added: Tensor = SequenceBiasLogitsProcessor([[[token], value] for token, value in p.logit_bias.items()])(
-        _ids(OUTPUT), rows.float()
-    )
-    return added.double()
+    entries = [[[token], value] for token, value in p.logit_bias.items()]
+    return applied(SequenceBiasLogitsProcessor(entries), rows.float()).double() if entries else rows
 
 
 def penalties(rows: Tensor, p: SamplingParams) -> Tensor:
     """The repetition penalty is transformers'; the other two are OpenAI's formula, over the output alone."""
     if p.repetition_penalty != 1.0:
-        rows = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(_ids(PROMPT + OUTPUT), rows.clone())
+        rows = applied(RepetitionPenaltyLogitsProcessor(p.repetition_penalty), rows, PROMPT + OUTPUT)
     for token, count in Counter(OUTPUT).items():
         rows[0, token] -= p.presence_penalty + p.frequency_penalty * count
     return rows
 
 
 def temperature(rows: Tensor, p: SamplingParams) -> Tensor:
-    return TemperatureLogitsWarper(p.temperature)(_ids(OUTPUT), rows)
+    return applied(TemperatureLogitsWarper(p.temperature), rows)
 
 
 def min_p(rows: Tensor, p: SamplingParams) -> Tensor:
-    return MinPLogitsWarper(p.min_p)(_ids(OUTPUT), rows) if p.min_p else rows
+    return applied(MinPLogitsWarper(p.min_p), rows) if p.min_p else rows
 
 
 def top_k(rows: Tensor, p: SamplingParams) -> Tensor:
-    return TopKLogitsWarper(p.top_k)(_ids(OUTPUT), rows) if p.top_k else rows
+    return applied(TopKLogitsWarper(p.top_k), rows) if p.top_k else rows
 
 
 def top_p(rows: Tensor, p: SamplingParams) -> Tensor:
-    return TopPLogitsWarper(p.top_p)(_ids(OUTPUT), rows) if p.top_p < 1 else rows
+    return applied(TopPLogitsWarper(p.top_p), rows) if p.top_p < 1 else rows
 
 
 ORDER: tuple[Filter, ...] = (bias, penalties, temperature, min_p, top_k, top_p)
-
-
-def _ids(tokens: Sequence[int]) -> Tensor:
-    return torch.tensor([tokens])
 
 
 def logits(number: int) -> Tensor:

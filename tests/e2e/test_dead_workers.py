@@ -37,8 +37,8 @@ class Line(Registry):
         self._registry = registry
         self.cut = False
 
-    async def register(self, record: WorkerRecord) -> None:
-        await self._end().register(record)
+    async def register(self, record: WorkerRecord, again: bool = False) -> None:
+        await self._end().register(record, again)
 
     async def heartbeat(self, worker_id: str, incarnation: bytes, state: str, load: Load) -> None:
         await self._end().heartbeat(worker_id, incarnation, state, load)

@@ -19,7 +19,7 @@ from router.tenants import Tenant
 from tests.e2e.stack import FREE_S, MODEL, Stack, stack
 from tests.e2e.watched import WAIT_S, WatchedEngine, engine
 from tests.router.support import bundle, model
-from tests.router.test_tool_calls import HERMES_TEMPLATE, TOOLS
+from tests.router.tools import HERMES_TEMPLATE, TOOLS
 
 KEY = "sk-acme-0123456789abcdef"
 COMMON = {

@@ -8,7 +8,8 @@ from cache_transfer.contract import WorkerContract
 from pdserve.errors import FieldDifference
 from pdserve.registry.records import DECODE, PREFILL
 from router.gate import Gate, Pair
-from router.record import Trial, _converted
+from router.record import _converted
+from router.trial import Trial
 from tests.router.support import contract, member
 
 C = replace(contract(), allow_lossy=True)

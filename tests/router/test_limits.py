@@ -12,7 +12,7 @@ from pdserve.client import AsyncClient
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.request import SamplingParams
 from router.intake import complete
-from router.placement import Room
+from router.room import Room
 from router.settings import RouterSettings
 from tests.engine.tiny import prompt
 from tests.router.support import VOCAB, house

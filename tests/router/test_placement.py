@@ -14,7 +14,6 @@ from pdserve.registry.records import DECODE, PREFILL, Load
 from router.gate import Gate, Match, Member, Pair
 from router.placement import (
     Demand,
-    Room,
     cache_tokens,
     check_prompt_length,
     decode_cost,
@@ -25,6 +24,7 @@ from router.placement import (
     widest,
 )
 from router.prefixes import BLOCK_TOKENS, PrefixRecord, chain
+from router.room import Room
 from tests.router.support import contract, member
 
 IDLE = Load(pages_total=64, waiting_limit=8)

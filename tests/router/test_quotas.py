@@ -174,8 +174,6 @@ def test_a_full_router_keeps_room_for_one_more_tenant(tenants: int, places: int)
                     break
                 count += 1
             assert count <= -(-SHARE * places // (SHARE + 1))
-        free = places - sum(1 for _ in held._exit_callbacks)  # type: ignore[attr-defined]
-        assert free > 0
         assert refused(made, a_request(names[-1])) is None
 
 
@@ -216,7 +214,7 @@ def test_a_limit_that_is_none_is_named(table: dict[str, object], field: str) -> 
 
 @pytest.fixture
 async def made() -> AsyncIterator[House]:
-    limits = {"requests_per_minute": 3, "tokens_per_minute": 400, "concurrent": 2, "models": (MODEL,)}
+    limits: dict[str, Any] = {"requests_per_minute": 3, "tokens_per_minute": 400, "concurrent": 2, "models": (MODEL,)}
     zeta = replace(Tenant.of("zeta", OTHER), models=("another",))
     async with house(tenants=(replace(Tenant.of("acme", KEY), **limits), zeta)) as it:
         yield it
@@ -260,8 +258,8 @@ async def test_a_model_that_is_not_this_tenants_is_forbidden(made: House) -> Non
 async def test_a_client_that_goes_away_counts_no_longer(made: House) -> None:
     async with AsyncClient(made.router.address, api_key=KEY) as client:
         for _ in range(2):
-            options = {"sampling": SamplingParams(max_tokens=100, ignore_eos=True)}
-            async with aclosing(client.generate("the cat", **options)) as events:
+            params = SamplingParams(max_tokens=100, ignore_eos=True)
+            async with aclosing(client.generate("the cat", sampling=params)) as events:
                 await anext(events)
         await made.router.orchestrator.idle()
         assert made.router.quotas.news()["acme"].running == 0

@@ -20,8 +20,8 @@ from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from router.channels import WorkerChannels
 from router.gate import Member
-from router.placement import Room
 from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.room import Room
 from router.tokens import MAX_MESSAGES, BundleCache, encode
 from tests.router.support import bundle, member
 

@@ -100,7 +100,7 @@ static void product(const Model& m, const Step& s, const Matrix& w, const X* x, 
     while ((uneven(blocks * splits) || blocks * splits < 4 * s.threads) && rows / splits >= 2 * PANEL + 2) splits *= 2;
     const int each = int(rounded((rows + splits - 1) / splits, 6));
     splits = (rows + each - 1) / each;
-    const Way way = way_for<W>(std::min(each, rows));
+    const Way way = splits == 1 ? way_for<W>(rows) : Way::PANELS;
     const long per_thread = Scratch(m, s.threads, 0).per_thread, wide = rounded(block, PANEL), ld = gated ? 2 * wide : wide;
     auto weights_at = [&](int first) {  // what a task reads first: a strip, or a whole panel as far as it fits the cache
         const char* at = (const char*)((const W*)w.weight + long(first) * w.inputs);

@@ -1,0 +1,169 @@
+"""`ray start`, `serve deploy` and `ray job submit` as an operator types them (docs/deploy.md), on a cluster of their own.
+
+The router is a deployment like the pools; when it is killed, workers find the one that replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.client import AsyncClient
+from pdserve.config import load_config
+from pdserve.errors import PdserveError
+from pdserve.local import LocalRunner
+from tests.ray.asking import ANYWHERE, ask, by_role, expected, long_requests, requests, settled, tables, write_model
+from tests.ray.conftest import local_runner
+from tests.ray.test_sizes import toml
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
+
+ROOT = Path(__file__).parents[2]
+HOST = "127.0.0.1"
+START_S = 60.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    folder: Path
+    environment: dict[str, str]
+    dashboard: str
+    gateway: str
+    baseline: LocalRunner
+
+    def run(self, *command: str) -> str:
+        """A command of Ray's; returns what it says. It must succeed."""
+        program, *rest = command
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name(program)), *rest],
+            env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One node of Ray, started for this module; nothing of it is left."""
+    folder = tmp_path_factory.mktemp("cluster")
+    session = Path(tempfile.mkdtemp(prefix="pdray"))  # short: it holds Ray's sockets
+    gcs, dashboard, grpc_port, http_port = free_ports(4)
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": f"http://{HOST}:{dashboard}"}
+    config = folder / "pdserve.toml"
+    made = tables(write_model(folder / "tiny.pdmodel", seed=0))
+    made |= {"router": {"port": grpc_port, "http_port": http_port}, "scaling": {}}
+    made["pools"] = {"prefill": 1, "decode": 1, "prefill_cpus": 0.5, "decode_cpus": 0.5, "router_cpus": 0.5}
+    config.write_text(toml(made))
+    ray = subprocess.Popen(
+        [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--port", str(gcs), "--node-ip-address",
+         HOST, "--dashboard-host", HOST, "--dashboard-port", str(dashboard), "--temp-dir", str(session), "--num-cpus",
+         "4", "--object-store-memory", "100000000", "--disable-usage-stats"],
+        env={**environment, "RAY_ADDRESS": ""}, stdout=(folder / "ray.log").open("w"), stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        until_there(f"http://{HOST}:{dashboard}/api/version", ray)
+        yield Cluster(
+            folder, environment, f"http://{HOST}:{dashboard}", f"{HOST}:{grpc_port}", local_runner(load_config(config))
+        )
+    finally:
+        processes = [*psutil.Process(ray.pid).children(recursive=True), psutil.Process(ray.pid)]
+        for process in reversed(processes):
+            if process.is_running():
+                process.terminate()
+        _, left = psutil.wait_procs(processes, timeout=10.0)
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=10.0)
+        ray.wait(10.0)
+        shutil.rmtree(session, ignore_errors=True)
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server((HOST, 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def until_there(url: str, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(int(START_S / 0.2)):
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            pass
+        try:
+            raise AssertionError(f"ray start ended with {process.wait(0.2)}")
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError("Ray's dashboard is not there")
+
+
+async def served(cluster: Cluster) -> None:
+    """A pair of workers of this cluster answers as one process does."""
+    asked = requests(4, tokens=12)
+    async with asyncio.timeout(90.0):
+        while True:
+            async with AsyncClient(cluster.gateway, ANYWHERE) as client:
+                try:
+                    assert by_role(await settled(client, 2)) == (1, 1)
+                    got = [await ask(client, ids, params) for ids, params in asked]
+                    break
+                except PdserveError:
+                    await asyncio.sleep(0.1)  # Ray is watched from outside
+    assert got == expected(cluster.baseline, asked)
+
+
+def listener(address: str) -> int:
+    """Process that listens there."""
+    port = int(address.rpartition(":")[2])
+    found = {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+    (pid,) = found - {None}
+    return int(pid or 0)
+
+
+async def test_serve_deploy_brings_up_router_and_pools_and_survives_its_router(cluster: Cluster) -> None:
+    rows = [
+        f'  - {{name: pdserve-{pool}, route_prefix: null, import_path: "pdserve.ray_app:build", '
+        f"args: {{pool: {pool}, config: {cluster.folder}/pdserve.toml}}}}\n"
+        for pool in ("router", "prefill", "decode")
+    ]
+    (cluster.folder / "serve.yaml").write_text("proxy_location: Disabled\napplications:\n" + "".join(rows))
+    await asyncio.to_thread(cluster.run, "serve", "deploy", "serve.yaml", "--address", cluster.dashboard)
+    await served(cluster)
+    os.kill(listener(cluster.gateway), signal.SIGKILL)
+    await served(cluster)
+
+
+async def test_a_batch_runs_as_a_job(cluster: Cluster) -> None:
+    asked = long_requests(4, seed=700)
+    lines = [
+        {"id": n, "token_ids": ids, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        for n, (ids, _) in enumerate(asked)
+    ]
+    source, target = cluster.folder / "in.jsonl", cluster.folder / "out.jsonl"
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    script = str(ROOT / "examples" / "batch.py")
+    job = (sys.executable, script, str(source), str(target), "--gateway", cluster.gateway)
+    said = await asyncio.to_thread(cluster.run, "ray", "job", "submit", "--", *job)
+    assert "succeeded" in said and "answered 4 of 4" in said
+    answers = {row["id"]: tuple(row["token_ids"]) for row in map(json.loads, target.read_text().splitlines())}
+    assert answers == dict(enumerate(expected(cluster.baseline, asked)))
+    await asyncio.to_thread(cluster.run, "serve", "shutdown", "--yes", "--address", cluster.dashboard)
