@@ -1,8 +1,8 @@
-"""What a transfer must do to each byte, and how fast two cores could at most do that.
+"""What a transfer through shared memory must do to each byte, and how fast two cores could at most do that.
 
-Sender and receiver hash every byte, gather it from pages and scatter it into pages; with shared memory one more copy
-lies between, over gRPC all that a bare stream does. Each is timed alone, on one core, on a frame's worth of the case.
-A bound assumes that both cores are always busy with nothing else: no event loop, no thread hop, no wait.
+Both sides hash every byte, one gathers it from pages, the other copies it out of the shared memory and scatters
+it into pages. Each is timed alone, on one core, on a frame's worth of the case. The bound assumes that both cores are
+always busy with nothing else: no event loop, no thread hop, no wait.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ class Costs:
     gather: float
     copy: float
     scatter: float
-
-    def stream(self, bare: float) -> float:
-        """Bytes per second over gRPC at most, where a bare stream, which keeps both cores busy, moves `bare`."""
-        return CORES / (CORES / bare + 2 * self.hash + self.gather + self.scatter)
 
     def shared(self) -> float:
         """Bytes per second through shared memory at most."""

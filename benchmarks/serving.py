@@ -47,8 +47,8 @@ SECTIONS = ("engine", "router", "decode", "prefill")
 TUNED: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("a", "interference"): {"decode.step_ms": "42"},
     ("a", "poisson"): {"decode.step_ms": "80"},
-    ("b", "interference"): {"decode.step_ms": "90"},
-    ("b", "poisson"): {"decode.step_ms": "90"},
+    ("b", "interference"): {"decode.step_ms": "90", "decode.chunk_tokens": "512"},
+    ("b", "poisson"): {"decode.step_ms": "90", "decode.chunk_tokens": "512"},
 }
 """What our two systems are told besides the defaults: the longest step that streams wait for, found by trying
 (docs/performance-log.md); for a by the goal of each workload, for b by its goodput."""

@@ -4,8 +4,8 @@ Payloads travel over gRPC, then through shared memory (cache_transfer/shared.py)
 
 The peer is a bare client stream of the same frame size (bare_stream.py), with no digest and no
 copy into pages. All run in turn, several times; the best of each counts, which is what the code
-can do when nothing else runs; medians are printed beside it. The bounds are arithmetic, of rates
-that are measured here (bounds.py): what two cores could do at most. One figure repeats the bare
+can do when nothing else runs; medians are printed beside it. The bound of shared memory is arithmetic,
+of rates that are measured here (bounds.py): what two cores could do at most. One figure repeats the bare
 stream between the transfer's own processes, where freed frames are kept (cache_transfer/allocator.py),
 to show how much of the ratio is that setting. What verifying costs is measured afterwards, on the
 first case; verification.py says how.
@@ -158,7 +158,6 @@ async def measure(case: Case, address: str, bare: BareStream, repeats: int, veri
         Figure(f"shared memory: {case.name}", shared.best, "GB/s", peer.best, SHARED_GOAL),
         Figure("- over gRPC, medians", ours.median, "GB/s", peer.median),
         Figure("- shared memory, medians", shared.median, "GB/s", peer.median),
-        Figure("- over gRPC, bound of two cores", costs.stream(1e9 * peer.best) / 1e9, "GB/s", peer.best),
         Figure("- shared memory, bound of two cores", costs.shared() / 1e9, "GB/s", peer.best),
         Figure("first case, bare stream keeps freed frames, too", ours.best, "GB/s", tuned.best),
         *cost,
@@ -255,7 +254,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cases, repeats = (CASES, 12) if not options.quick else (tuple(replace(c, layers=8) for c in CASES[:2]), 3)
     figures = [run(case, repeats, verification=case is cases[0]) for case in cases]
-    report([*(figure for each in figures for figure in each[:6]), *figures[0][6:]], options.json)
+    report([*(figure for each in figures for figure in each[:5]), *figures[0][5:]], options.json)
 
 
 if __name__ == "__main__":

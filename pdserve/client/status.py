@@ -76,6 +76,7 @@ class Worker:
     load: WorkerLoad
     lease_left_s: float
     takes_prompts: bool = False  # a decode worker that computes prompts itself when asked to
+    capabilities: tuple[str, ...] = ()  # options that it follows and an older version would ignore; ordered
     adapters: tuple[tuple[str, bytes], ...] = ()  # name and digest; no name: a replaced version
 
 
@@ -173,6 +174,7 @@ def _worker(message: gateway_pb2.WorkerStatus) -> Worker:
         load=WorkerLoad(**{name: getattr(load, name) for name in _LOAD_FIELDS}),
         lease_left_s=message.lease_left_s,
         takes_prompts=message.takes_prompts,
+        capabilities=tuple(message.capabilities),
         adapters=tuple((adapter.name, adapter.digest) for adapter in message.adapters),
     )
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from pdserve.engine.dtypes import torch_dtype
 from pdserve.engine.plan import EngineConfig
 from pdserve.engine.spec import ModelSpec
+from pdserve.engine.staging import Staging, staging_for
 from pdserve.errors import ConfigError, Internal
 
 PLANES = {"k": 0, "v": 1}
@@ -55,7 +56,8 @@ class PagedCache:
     may run in others at the same time on pages that the engine does not touch.
     """
 
-    def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
+    def __init__(self, spec: ModelSpec, config: EngineConfig, staging: Staging | None = None) -> None:
+        """staging: how rows move between pages and the host; by default what the device needs."""
         if config.axis_order not in ("hnd", "nhd"):
             raise ConfigError(f"unknown order {config.axis_order!r}", field="axis_order", remedy="use hnd or nhd")
         for name in ("pages", "page_size"):
@@ -71,6 +73,7 @@ class PagedCache:
         # [layers, 2, Hkv, slots, d] or [layers, 2, slots, Hkv, d]
         self.storage = torch.zeros(self.layers, 2, *token, self.head_dim, dtype=self.dtype, device=config.device)
         self._slot_axis = 3 if self.heads_first else 2
+        self.staging = staging or staging_for(self.storage.device)
         self._bytes = self._byte_view()
         self.written = [0] * self.layers  # rows that `write` has stored
 
@@ -94,6 +97,17 @@ class PagedCache:
             else:
                 self.storage[layer, plane].index_copy_(0, slots, values)
         self.written[layer] += slots.shape[0]
+        self.mark()
+
+    def mark(self) -> None:
+        """What is queued so far is written before rows are read for the host."""
+        if self.staging is not None:
+            self.staging.lane.mark()
+
+    def join(self) -> None:
+        """Rows that the host has written are in their pages before what the engine queues next."""
+        if self.staging is not None:
+            self.staging.lane.join()
 
     def clear(self, slots: Tensor) -> None:
         """Zeroes slots [n] in every layer and plane."""
@@ -141,14 +155,14 @@ class PagedCache:
         heads of `nhd`. Otherwise one copied piece. Raises Internal for a range out of bounds.
         """
         self._check(plane, layer, heads, tokens, pages)
-        source = self._plane(plane, layer)
         count = heads[1] - heads[0]
-        if self.heads_first and count == 1:
-            parts = [source[heads[0], a:b] for a, b in self._runs(tokens, pages)]
-        elif not self.heads_first and count == self.heads:
-            parts = [source[a:b] for a, b in self._runs(tokens, pages)]
+        if self.staging is None and self.heads_first and count == 1:
+            parts = [self._plane(plane, layer)[heads[0], a:b] for a, b in self._runs(tokens, pages)]
+        elif self.staging is None and not self.heads_first and count == self.heads:
+            parts = [self._plane(plane, layer)[a:b] for a, b in self._runs(tokens, pages)]
         else:
-            whole = np.empty((tokens[1] - tokens[0], count, source.shape[-1]), np.uint8)
+            row_bytes = self.head_dim * self.storage.element_size()
+            whole = np.empty((tokens[1] - tokens[0], count, row_bytes), np.uint8)
             self.read_rows(plane, layer, self.rows(heads, tokens, pages), whole.data.cast("B"))
             parts = [whole]
         return [part.reshape(-1).data for part in parts]
@@ -180,29 +194,25 @@ class PagedCache:
 
     def read_rows(self, plane: str, layer: int, rows: Rows, out: memoryview) -> None:
         """Copies rows into `out`. Raises Internal when its size is another."""
-        if self._bytes is None:
-            values = self._device_rows(plane, layer, rows)[self._device_index(rows)]
-            rows.view(out)[:] = values.cpu().view(torch.uint8).numpy().reshape(-1).view(rows.type)
+        if self.staging is not None:
+            host = rows.view(out).view(np.uint8).reshape(-1, rows.row_bytes)
+            self.staging.read(self._device_rows(plane, layer, rows), rows.index, host)
             return
-        source = self._bytes[layer, PLANES[plane]].reshape(-1).view(rows.type)
+        source = self._plane(plane, layer).reshape(-1).view(rows.type)
         np.take(source, rows.index, out=rows.view(out), mode="clip")
 
     def write_rows(self, plane: str, layer: int, rows: Rows, payload: memoryview) -> None:
-        """The inverse. Raises Internal when the payload's size is another."""
+        """The inverse; on a device it is queued, and the next step comes after it. Raises Internal as `read_rows`."""
         values = rows.view(payload)
-        if self._bytes is None:
-            host = torch.from_numpy(values.view(np.uint8).copy()).view(self.dtype)
-            target = self._device_rows(plane, layer, rows)
-            target[self._device_index(rows)] = host.view(-1, target.shape[1]).to(target.device)
+        if self.staging is not None:
+            host = values.view(np.uint8).reshape(-1, rows.row_bytes)
+            self.staging.write(self._device_rows(plane, layer, rows), rows.index, host)
             return
-        self._bytes[layer, PLANES[plane]].reshape(-1).view(rows.type)[rows.index] = values
+        self._plane(plane, layer).reshape(-1).view(rows.type)[rows.index] = values
 
     def _device_rows(self, plane: str, layer: int, rows: Rows) -> Tensor:
         """A plane as [rows, scalars of a row]; only the rows asked for may be touched: others are in use."""
         return self.storage[layer, PLANES[plane]].view(-1, rows.row_bytes // self.storage.element_size())
-
-    def _device_index(self, rows: Rows) -> Tensor:
-        return torch.from_numpy(rows.index).to(self.storage.device)
 
     def slots(self, tokens: Range, pages: Sequence[int]) -> list[int]:
         """The slot of each token in [start, end)."""
@@ -232,10 +242,9 @@ class PagedCache:
         return array
 
     def _plane(self, plane: str, layer: int) -> NDArray[np.uint8]:
-        if self._bytes is not None:
-            array: NDArray[np.uint8] = self._bytes[layer, PLANES[plane]]
-        else:
-            array = self.storage[layer, PLANES[plane]].cpu().view(torch.uint8).numpy()
+        if self._bytes is None:
+            raise Internal(f"the host cannot see memory of {self.storage.device}", field="cache")
+        array: NDArray[np.uint8] = self._bytes[layer, PLANES[plane]]
         return array
 
     def _check(self, plane: str, layer: int, heads: Range, tokens: Range, pages: Sequence[int]) -> None:

@@ -17,7 +17,9 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.errors import Internal
@@ -112,6 +114,9 @@ class _Buffer:
         self.free = threading.Lock()
         self.done: Done = _AtOnce()  # of the last work that uses it
 
+    def rows(self, count: int, row_bytes: int) -> Tensor:
+        return self.bytes[: count * row_bytes].view(count, row_bytes)
+
 
 class Staging:
     """Moves rows of one dtype; a row is [scalars]. Larger moves go buffer by buffer."""
@@ -122,35 +127,36 @@ class Staging:
         self._next, self._lock = 0, threading.Lock()
         self._buffer_bytes = buffer_bytes
 
-    def read(self, source: Tensor, index: Tensor, out: Tensor) -> None:
+    def read(self, source: Tensor, index: NDArray[np.intp], out: NDArray[np.uint8]) -> None:
         """out [n, row bytes] in host memory = source[index], source [rows, scalars] on the device. Waits for it."""
         with torch.inference_mode():
-            for first, end in self._pieces(index.shape[0], out.shape[1]):
+            for first, end in self._pieces(*out.shape):
                 with _Held(self._take()) as buffer:
-                    host = buffer.bytes[: (end - first) * out.shape[1]].view(source.dtype).view(end - first, -1)
+                    staged = buffer.rows(end - first, out.shape[1])
+                    host, rows = staged.view(source.dtype), torch.from_numpy(index[first:end])
 
-                    def copy(host: Tensor = host, part: Tensor = index[first:end]) -> None:
-                        host.copy_(source[part.to(source.device)], non_blocking=True)
+                    def copy(host: Tensor = host, rows: Tensor = rows) -> None:
+                        host.copy_(source[rows.to(source.device)], non_blocking=True)
 
                     buffer.done = self.lane.queue(copy)
                     buffer.done.wait()
-                    out[first:end] = host.view(torch.uint8).view(end - first, -1)
+                    out[first:end] = staged.numpy()
 
-    def write(self, target: Tensor, index: Tensor, payload: Tensor) -> None:
+    def write(self, target: Tensor, index: NDArray[np.intp], payload: NDArray[np.uint8]) -> None:
         """target[index] = payload [n, row bytes] from host memory, which may be reused when this returns.
 
         The device's part is queued: `lane.join` orders what follows.
         """
         with torch.inference_mode():
-            for first, end in self._pieces(index.shape[0], payload.shape[1]):
+            for first, end in self._pieces(*payload.shape):
                 with _Held(self._take()) as buffer:
-                    staged = buffer.bytes[: (end - first) * payload.shape[1]].view(end - first, -1)
-                    staged.copy_(payload[first:end])
-                    values = staged.view(target.dtype)
+                    staged = buffer.rows(end - first, payload.shape[1])
+                    staged.numpy()[:] = payload[first:end]
+                    values, rows = staged.view(target.dtype), torch.from_numpy(index[first:end])
 
-                    def copy(values: Tensor = values, part: Tensor = index[first:end]) -> None:
-                        rows = part.to(target.device)
-                        target.index_copy_(0, rows, values.to(target.device, non_blocking=True))
+                    def copy(values: Tensor = values, rows: Tensor = rows) -> None:
+                        on_device = values.to(target.device, non_blocking=True)
+                        target.index_copy_(0, rows.to(target.device), on_device)
 
                     buffer.done = self.lane.queue(copy)
 

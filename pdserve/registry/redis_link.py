@@ -47,7 +47,7 @@ class RedisLink:
         self._sentinels: list[Any] = []
         self._current = 0
         try:
-            options = parse_url(place.url(*place.hosts[0]))
+            options: dict[str, Any] = {**parse_url(place.url(*place.hosts[0]))}
             self._secrets.add(options.get("password") or "")  # decoded, and a query's, too
             self._servers = tuple(str(host) for host in place.hosts)
             self._clients = self._by_sentinel(place, options, sentinel_login) if place.sentinel else self._all(place)
@@ -102,7 +102,8 @@ class RedisLink:
         theirs = {name: value for name, value in options.items() if name != "db"}
         if not login:
             theirs = {name: value for name, value in theirs.items() if name not in ("username", "password")}
-        sentinel = Sentinel(list(place.hosts), sentinel_kwargs=theirs, **options)
+        make: Any = Sentinel  # it has no types
+        sentinel = make(list(place.hosts), sentinel_kwargs=theirs, **options)
         self._sentinels = list(sentinel.sentinels)
         return [sentinel.master_for(place.service)]
 

@@ -46,6 +46,24 @@ async def pdserve(made: House, *arguments: str, key: str | None = None) -> subpr
     )
 
 
+async def test_several_answers_come_one_by_one_from_one_prefill(made: House) -> None:
+    asked = ("generate", "the cat", "--n", "3", "--seed", "5", "--max-tokens", "6", "--ignore-eos")
+    plain, as_json, none = await asyncio.gather(
+        pdserve(made, *asked, "--record", key=KEY),
+        pdserve(made, *asked, "--json", key=KEY),
+        pdserve(made, "generate", "x", "--n", "0", key=KEY),
+    )
+    texts: dict[int, str] = {}
+    for event in map(json.loads, as_json.stdout.splitlines()):
+        if event["event"] == "tokens":
+            texts[event["choice"]] = texts.get(event["choice"], "") + event["text"]
+    assert plain.returncode == 0 and len(set(texts.values())) == 3, plain.stderr
+    for number, text in texts.items():
+        assert f"[{number}] {text}\n" in plain.stdout
+    assert "3, from 1 prefill and 1 handoff" in plain.stderr
+    assert none.returncode == 2 and none.stderr.startswith("error: n: 0 is not allowed"), none.stderr
+
+
 async def test_without_a_good_key_there_is_one_clear_line(made: House) -> None:
     refused = {
         "there is no API key": await pdserve(made, "status"),

@@ -148,7 +148,8 @@ async def test_workers_of_an_older_version_never_get_what_they_would_ignore() ->
         for _ in range(4):
             answer = await made.ask(IDS, asked, n=2)
             assert answer.record is not None and answer.record.decode_worker == "d1"
-        assert made.decodes[1].capabilities == {GRAMMAR, CHOICES}
+        told = {worker.worker_id: worker.capabilities for worker in (await made.client.status()).workers}
+        assert told == {"p0": (), "d0": (GRAMMAR,), "d1": (CHOICES, GRAMMAR)}
         await made.remove(made.decodes[1])
         old.capabilities = frozenset({CHOICES})
         await old._heartbeat._registry.register(old.record())  # type: ignore[union-attr]

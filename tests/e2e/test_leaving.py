@@ -1,4 +1,5 @@
-"""Clients that go away with everything on that could hide it: keys, records, tools, grammars, log probabilities.
+"""Clients that go away with everything on that could hide it: TLS, keys, records, tools, grammars, log
+probabilities, several choices.
 
 Within two seconds no engine works for them, and every page is back.
 """
@@ -7,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from pdserve.client import AsyncClient
+from pdserve.rpc.tls import CLIENT, OPERATOR, ROUTER, WORKER
 from router.tenants import Tenant
 from tests.e2e.stack import FREE_S, MODEL, Stack, stack
 from tests.e2e.watched import WAIT_S, WatchedEngine, engine
@@ -35,6 +39,7 @@ HTTP: dict[str, tuple[str, dict[str, Any]]] = {
     "a chat with log probabilities": ("chat/completions", CHAT),
     "a chat with a tool that must be called": ("chat/completions", {**CHAT, "tools": TOOLS, "tool_choice": "required"}),
     "a chat in JSON": ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}),
+    "a chat with several choices": ("chat/completions", {**CHAT, "n": 3}),
     "several prompts with echo": ("completions", {**COMMON, "prompt": ["the cat", "the dog", "a log"], "echo": True}),
     "log probabilities of a completion": (
         "completions", {**COMMON, "prompt": "the cat", "logprobs": 5, "pdserve_record": True}
@@ -46,14 +51,20 @@ GRPC: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
 @asynccontextmanager
-async def secured() -> AsyncIterator[tuple[Stack, WatchedEngine]]:
-    """An installation that wants a key; and the engine of its decode worker."""
+async def secured(folder: Path) -> AsyncIterator[tuple[Stack, WatchedEngine]]:
+    """An installation that wants a key and certificates; and the engine of its decode worker."""
     with_tools = dataclasses.replace(bundle(), chat_template=HERMES_TEMPLATE)
     prefill, decode = (WatchedEngine(model(context=1024), engine(pages=512).config) for _ in range(2))
-    async with stack(tenants=(Tenant.of("acme", KEY),), disaggregate="auto") as made:
-        await made.add_prefill(prefill, bundle=with_tools)
-        await made.add_decode(decode, bundle=with_tools)
+    options = {"caller": rpc_of(folder, CLIENT), "operator": rpc_of(folder, OPERATOR), "rpc": rpc_of(folder, ROUTER)}
+    async with stack(tenants=(Tenant.of("acme", KEY),), disaggregate="auto", **options) as made:
+        await made.add_prefill(prefill, bundle=with_tools, rpc=rpc_of(folder, WORKER))
+        await made.add_decode(decode, bundle=with_tools, rpc=rpc_of(folder, WORKER))
         yield made, decode
 
 
@@ -73,18 +84,20 @@ async def leave(made: Stack, decode: WatchedEngine, asking: asyncio.Task[Any]) -
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("what", HTTP)
-async def test_over_http(what: str, stream: bool) -> None:
+async def test_over_http(folder: Path, what: str, stream: bool) -> None:
     path, body = HTTP[what]
     body = {**body, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
-    async with secured() as (made, decode):
+    trusting = ssl.create_default_context(cafile=folder / "ca.crt")
+    async with secured(folder) as (made, decode):
+        address = f"https://localhost:{made.router.http_address.rpartition(':')[2]}/v1/{path}"
         headers = {"authorization": f"Bearer {KEY}"}
-        address = f"http://{made.router.http_address}/v1/{path}"
-        async with httpx.AsyncClient(headers=headers, timeout=WAIT_S) as http:
+        async with httpx.AsyncClient(headers=headers, verify=trusting, timeout=WAIT_S) as http:
             with decode.held():
                 await leave(made, decode, asyncio.create_task(http.post(address, json=body)))
 
 
-async def test_over_grpc() -> None:
-    async with secured() as (made, decode), AsyncClient(made.router.address, api_key=KEY) as client:
-        with decode.held():
-            await leave(made, decode, asyncio.create_task(client.complete(**GRPC)))
+async def test_over_grpc(folder: Path) -> None:
+    async with secured(folder) as (made, decode):
+        async with AsyncClient(made.router.address, rpc_of(folder, CLIENT), api_key=KEY) as client:
+            with decode.held():
+                await leave(made, decode, asyncio.create_task(client.complete(**GRPC)))

@@ -1,4 +1,4 @@
-"""`ray start`, `serve deploy` and `ray job submit` as an operator types them (docs/deploy.md), on a cluster of their own.
+"""`ray start`, `serve deploy` and `ray job submit` as an operator types them (docs/deploy.md), on their own cluster.
 
 The router is a deployment like the pools; when it is killed, workers find the one that replaces it.
 """
@@ -29,6 +29,7 @@ from pdserve.errors import PdserveError
 from pdserve.local import LocalRunner
 from tests.ray.asking import ANYWHERE, ask, by_role, expected, long_requests, requests, settled, tables, write_model
 from tests.ray.conftest import local_runner
+from tests.ray.test_replicas import follow
 from tests.ray.test_sizes import toml
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
@@ -47,7 +48,7 @@ class Cluster:
     baseline: LocalRunner
 
     def run(self, *command: str) -> str:
-        """A command of Ray's; returns what it says. It must succeed."""
+        """A command; returns what it says. It must succeed."""
         program, *rest = command
         done = subprocess.run(
             [str(Path(sys.executable).with_name(program)), *rest],
@@ -65,6 +66,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     session = Path(tempfile.mkdtemp(prefix="pdray"))  # short: it holds Ray's sockets
     gcs, dashboard, grpc_port, http_port = free_ports(4)
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": f"http://{HOST}:{dashboard}"}
+    environment["XDG_RUNTIME_DIR"] = str(session)  # of the doors that `pdserve drain` knocks at
     config = folder / "pdserve.toml"
     made = tables(write_model(folder / "tiny.pdmodel", seed=0))
     made |= {"router": {"port": grpc_port, "http_port": http_port}, "scaling": {}}
@@ -134,7 +136,8 @@ async def served(cluster: Cluster) -> None:
 def listener(address: str) -> int:
     """Process that listens there."""
     port = int(address.rpartition(":")[2])
-    found = {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    found = {c.pid for c in listening if c.laddr and c.laddr.port == port}
     (pid,) = found - {None}
     return int(pid or 0)
 
@@ -166,4 +169,22 @@ async def test_a_batch_runs_as_a_job(cluster: Cluster) -> None:
     assert "succeeded" in said and "answered 4 of 4" in said
     answers = {row["id"]: tuple(row["token_ids"]) for row in map(json.loads, target.read_text().splitlines())}
     assert answers == dict(enumerate(expected(cluster.baseline, asked)))
+
+
+async def test_a_pod_drains_before_ray_is_told_to_stop_and_no_answer_is_lost(cluster: Cluster) -> None:
+    """What `preStop` runs in infra/k8s/ray."""
+    asked = requests(6, tokens=200)
+    async with AsyncClient(cluster.gateway, ANYWHERE) as client:
+        begun = [asyncio.Event() for _ in asked]
+        streams = [
+            asyncio.create_task(follow(client, ids, params, event))
+            for (ids, params), event in zip(asked, begun, strict=True)
+        ]
+        async with asyncio.timeout(60.0):
+            await asyncio.gather(*(event.wait() for event in begun))
+        said = await asyncio.to_thread(cluster.run, "pdserve", "drain", "--timeout-s", "60")
+        assert "2 workers drained" in said
+        assert await asyncio.gather(*streams) == expected(cluster.baseline, asked)
+        with pytest.raises(PdserveError):
+            await ask(client, *asked[0])
     await asyncio.to_thread(cluster.run, "serve", "shutdown", "--yes", "--address", cluster.dashboard)

@@ -51,3 +51,15 @@ def test_an_address_that_no_channel_can_be_made_to_is_refused(name: str, address
 def test_memory_that_two_workers_share_is_named_by_no_address() -> None:
     shared = record(transfer=(Endpoint("127.0.0.1:1003"), Endpoint("a-machine", "shm")))
     assert record_from_proto(record_to_proto(shared)).transfer == shared.transfer
+
+
+def test_capabilities_travel_those_of_newer_versions_too_and_an_old_record_has_none() -> None:
+    made = replace(record(), capabilities=frozenset({"choices", "something new"}))
+    message = record_to_proto(made)
+    assert list(message.status.capabilities) == ["choices", "something new"]
+    assert record_from_proto(message).capabilities == made.capabilities
+    message.status.ClearField("capabilities")
+    assert record_from_proto(message).capabilities == frozenset()
+    message.status.capabilities.extend(["x"] * 65)
+    with pytest.raises(InvalidRequest, match="capabilities"):
+        record_from_proto(message)

@@ -83,6 +83,20 @@ def refusal(path: Path) -> CheckpointError:
     return caught.value
 
 
+def test_what_single_layers_have_is_written_and_read(tmp_path: Path) -> None:
+    rope = PositionScheme(kind="rope", theta=100.0, dims=6)
+    spec = dataclasses.replace(
+        SPEC, positions=rope, layer_positions=(rope, PositionScheme(kind="none")), mlp="gated", experts=3,
+        active_experts=2, expert_width=5, norm_experts=True, dense_layers=(1,), logit_soft_cap=30.0,
+    )  # fmt: skip
+    tensors = tensors_of(spec)
+    assert tensors["layers.0.expert_gate.weight"].shape == (3, 5, 8) and "layers.1.up.weight" in tensors
+    save_spec_checkpoint(tmp_path / "tiny.pdmodel", spec, tensors)
+    loaded = load_model(tmp_path / "tiny.pdmodel", "float64")
+    assert loaded.spec == spec
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in tensors.items())
+
+
 def test_written_checkpoint_is_read_bit_for_bit(checkpoint: Path) -> None:
     model = load_model(checkpoint, "float64")
     assert model.spec == SPEC
