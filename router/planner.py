@@ -56,7 +56,7 @@ class Planner:
         matches = self._matches(account.request)
         if decode is None:
             few = self._few(matches, account.request)
-            if few != matches and (pair := self._best_of(few, account, None, first_only=True)):
+            if few is not matches and (pair := self._best_of(few, account, None, first_only=True)):
                 return pair
         return self._best_of(matches, account, decode)
 

@@ -138,7 +138,7 @@ class Pool:
 
     def models(self) -> dict[str, int]:
         """Served model names and when this router first saw them, in Unix seconds."""
-        return self._models
+        return dict(self._models)
 
     def ready(self, model: str) -> tuple[Member, ...]:
         """Workers of a model that may be given work now."""

@@ -200,7 +200,7 @@ def _shared_prefixes(patch: pytest.MonkeyPatch) -> None:
     def shared(contract: WorkerContract, adapter: bytes | None, tenant: str, *rest: Any) -> bytes:
         return cache_identity(contract, adapter, "", *rest)
 
-    patch.setattr("decode_worker.pipeline.cache_identity", shared)
+    patch.setattr("decode_worker.opening.cache_identity", shared)
 
 
 def _wrong_status(patch: pytest.MonkeyPatch) -> None:

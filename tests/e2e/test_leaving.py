@@ -24,6 +24,7 @@ from tests.e2e.stack import FREE_S, MODEL, Stack, stack
 from tests.e2e.watched import WAIT_S, WatchedEngine, engine
 from tests.router.support import bundle, model
 from tests.router.tools import HERMES_TEMPLATE, TOOLS
+from tests.rpc.certificates import make_certificates, rpc_of
 
 KEY = "sk-acme-0123456789abcdef"
 COMMON = {
@@ -97,7 +98,9 @@ async def test_over_http(folder: Path, what: str, stream: bool) -> None:
 
 
 async def test_over_grpc(folder: Path) -> None:
-    async with secured(folder) as (made, decode):
-        async with AsyncClient(made.router.address, rpc_of(folder, CLIENT), api_key=KEY) as client:
-            with decode.held():
-                await leave(made, decode, asyncio.create_task(client.complete(**GRPC)))
+    async with (
+        secured(folder) as (made, decode),
+        AsyncClient(made.router.address, rpc_of(folder, CLIENT), api_key=KEY) as client,
+    ):
+        with decode.held():
+            await leave(made, decode, asyncio.create_task(client.complete(**GRPC)))

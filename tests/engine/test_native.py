@@ -164,6 +164,19 @@ def test_long_sequences_are_cut_for_several_threads_and_put_together() -> None:
     assert relative_error(results[1], results[0]) < TOLERANCES["fp32"]
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_steps_of_every_size_around_the_kernels_cuts_are_right(dtype: str, threads: int) -> None:
+    """Rows are cut differently for dots, lanes and panels, and once more where threads would be idle."""
+    native, plain = (
+        tiny_engine(dtype=dtype, kernels=kernels, pages=20, page_size=16) for kernels in ("native", "plain")
+    )
+    for rows in (8, 12, 13, 16, 48, 49, 64, 65, 95, 96, 97, 100, 108, 128, 129, 130, 131, 193, 258, 259):
+        plan = StepPlan((Chunk("a", prompt(rows, seed=rows), 0, tuple(range(-(-rows // 16))), "all"),))
+        found, expected = (engine.step(plan).logits["a"] for engine in (native, plain))
+        assert relative_error(found, expected) < 2 * TOLERANCES[dtype], rows  # in bf16 both sides round
+
+
 def test_layers_are_announced_and_cancelled_as_on_the_plain_path() -> None:
     engine, layers = tiny_engine(kernels="native"), list[int]()
     with pytest.raises(Cancelled):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -66,17 +67,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     session = Path(tempfile.mkdtemp(prefix="pdray"))  # short: it holds Ray's sockets
     gcs, dashboard, grpc_port, http_port = free_ports(4)
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": f"http://{HOST}:{dashboard}"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment["XDG_RUNTIME_DIR"] = str(session)  # of the doors that `pdserve drain` knocks at
     config = folder / "pdserve.toml"
     made = tables(write_model(folder / "tiny.pdmodel", seed=0))
     made |= {"router": {"port": grpc_port, "http_port": http_port}, "scaling": {}}
     made["pools"] = {"prefill": 1, "decode": 1, "prefill_cpus": 0.5, "decode_cpus": 0.5, "router_cpus": 0.5}
     config.write_text(toml(made))
+    log = (folder / "ray.log").open("w")
     ray = subprocess.Popen(
         [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--port", str(gcs), "--node-ip-address",
          HOST, "--dashboard-host", HOST, "--dashboard-port", str(dashboard), "--temp-dir", str(session), "--num-cpus",
          "4", "--object-store-memory", "100000000", "--disable-usage-stats"],
-        env={**environment, "RAY_ADDRESS": ""}, stdout=(folder / "ray.log").open("w"), stderr=subprocess.STDOUT,
+        env={**environment, "RAY_ADDRESS": ""}, stdout=log, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         until_there(f"http://{HOST}:{dashboard}/api/version", ray)
@@ -93,6 +96,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             process.kill()
         psutil.wait_procs(left, timeout=10.0)
         ray.wait(10.0)
+        log.close()
         shutil.rmtree(session, ignore_errors=True)
 
 
@@ -109,6 +113,9 @@ def until_there(url: str, process: subprocess.Popen[bytes]) -> None:
         try:
             with urllib.request.urlopen(url, timeout=2):
                 return
+        except urllib.error.HTTPError as asks_for_a_token:
+            asks_for_a_token.close()
+            return
         except (urllib.error.URLError, OSError):
             pass
         try:

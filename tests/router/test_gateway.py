@@ -14,13 +14,17 @@ import pytest_asyncio
 from pdserve.client import Accepted, AsyncClient, Client, Finish, HandoffRecord, Tokens
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import Incompatible, Internal, InvalidRequest, NotFound, PdserveError, Unavailable
-from pdserve.registry.records import DECODE
+from pdserve.registry.memory import MemoryRegistry
+from pdserve.registry.records import DECODE, PREFILL
 from pdserve.rpc.status import from_rpc_error
 from pdserve.tokenizer import Tokenizer
 from pdserve.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from router.gate import Gate
+from router.pool import Pool
+from router.service import pairs_to_proto
 from tests.engine.tiny import prompt
 from tests.router.peers import BadDecode, serving
-from tests.router.support import CONTEXT, MODEL, VOCAB, House, bundle, house, model
+from tests.router.support import CONTEXT, MODEL, VOCAB, House, bundle, contract, house, member, model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -195,6 +199,18 @@ async def test_the_matrix_names_what_differs() -> None:
                 await client.complete(token_ids=IDS)
             assert [d.code for d in caught.value.differences] == ["MODEL_DIGEST"]
         made.decodes.pop(0)
+
+
+async def test_the_matrix_of_a_large_pool_has_a_pair_for_each_kind() -> None:
+    members = [member(f"p{n}", PREFILL) for n in range(40)] + [member(f"d{n}", DECODE) for n in range(39)]
+    members.append(member("stranger", DECODE, contract(model_digest=b"x" * 32)))
+    pool = Pool(MemoryRegistry(), Gate(), 1.0)
+    pairs = pairs_to_proto(pool, tuple(members))
+    assert [(pair.prefill_worker, pair.decode_worker, pair.fits) for pair in pairs] == [
+        ("p0", "stranger", False),
+        ("p0", "d0", True),
+    ]
+    assert len(pairs_to_proto(pool, (*members[:10], *members[40:]))) == 400
 
 
 async def test_an_empty_router_says_that_no_worker_has_come() -> None:

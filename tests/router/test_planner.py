@@ -19,7 +19,7 @@ from pdserve.rpc.events import TokenBatch
 from router.channels import WorkerChannels
 from router.gate import Gate, Pair
 from router.intake import Intake
-from router.planner import Planner
+from router.planner import ENOUGH, Planner
 from router.pool import Pool
 from router.record import Account
 from router.request import Ask, Request, TokenPrompt
@@ -102,6 +102,26 @@ async def test_room_for_everything_comes_first_and_less_is_better_than_nothing()
     assert (fitted.max_tokens, account.max_tokens) == (64 + 1 - 40, 25)
     assert any("cut from 200 to 25" in note for note in account.notes)
     assert account.request.max_tokens == 200
+
+
+async def test_in_a_large_pool_the_one_worker_that_will_do_is_found_and_a_held_prefix_too() -> None:
+    """A request looks at some of them, at random; what only one of them has must not depend on luck."""
+    many = {f"d{number}": SMALL for number in range(3 * ENOUGH)}
+    pool = await pool_of(p0=WIDE, wide=WIDE, **many)
+    for _ in range(20):
+        assert planner(pool).choose(Account(request_for(200))).decode.id == "wide"
+    plan = planner(pool)
+    account = Account(request_for(8))
+    drawn = {plan.choose(Account(request_for(8))).decode.id for _ in range(200)}
+    assert len(drawn) > ENOUGH, "not always the same ones"
+    account.attempt(plan.choose(account))
+    plan.remember(account)
+    holder = account.trials[-1].pair.decode.id
+    assert {plan.choose(Account(request_for(8))).decode.id for _ in range(20)} == {holder}
+    # Every worker has failed this request but one.
+    account = Account(request_for(8))
+    account.blamed |= {m.record.incarnation for m in pool.members() if m.id not in ("p0", "d7")}
+    assert plan.choose(account).decode.id == "d7"
 
 
 async def test_what_was_asked_for_by_name_is_not_cut() -> None:
