@@ -87,11 +87,16 @@ def lay_out(plan: StepPlan, cache: PagedCache) -> Batch:
         positions=_int64([position for chunk in chunks for position in _positions(chunk)], device),
         places=_int64([place for chunk in chunks for place in range(*_written(chunk))], device),
         slots=_int64([slot for chunk in chunks for slot in cache.slots(_written(chunk), chunk.pages)], device),
-        stale=_int64([slot for chunk in chunks for slot in _stale(chunk, cache)], device),
+        stale=stale_slots(chunks, cache),
         wanted=wanted,
         wanted_rows=_int64(rows, device),
         cache=cache,
     )
+
+
+def stale_slots(chunks: Sequence[Chunk], cache: PagedCache) -> Tensor:
+    """[n] int64: slots after the last token of the pages that these chunks begin."""
+    return _int64([slot for chunk in chunks for slot in _stale(chunk, cache)], cache.storage.device)
 
 
 def check_plan(plan: StepPlan, spec: ModelSpec, cache: PagedCache) -> None:

@@ -19,6 +19,7 @@ from pdserve.engine.adapters import Adapters
 from pdserve.engine.batch import Batch, check_plan, lay_out
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import torch_dtype, wide
+from pdserve.engine.graphs import open_graphs
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.model import Decoder
 from pdserve.engine.native.choice import KernelCounters, Kernels
@@ -68,6 +69,7 @@ class Engine:
         if config.deterministic:
             self._plain.check_deterministic()
         self._kernels = Kernels(self._plain, config)
+        self.graphs = open_graphs(self._plain, config)
         self.adapters = Adapters(tiled=config.deterministic)
         self.base = Base(model.spec, model.sources, self.dtype, self.device, config.deterministic)
         """What an adapter for this engine must fit."""
@@ -102,7 +104,7 @@ class Engine:
             context_limit=min(context_limit or limit, limit),
             info={
                 "torch": str(torch.__version__),
-                "kernels": self._kernels.describe(),
+                "kernels": self._kernels.describe() + (f", {self.graphs.describe()}" if self.graphs else ""),
                 "deterministic": str(config.deterministic).lower(),
                 "threads": str(config.threads),
             },
@@ -125,6 +127,10 @@ class Engine:
         """
         check_plan(plan, self.spec, self.cache)
         self.adapters.check(plan)
+        if self.graphs is not None and on_layer is None and trace is None and self.graphs.takes(plan):
+            if cancelled is not None and cancelled():
+                raise Cancelled("cancelled before the first layer", reason="CANCELLED")
+            return self.graphs.step(plan)
         before = tuple(self.cache.written)
         # The kernels know no adapters: a step with any runs in plain torch, the other sequences in it, too.
         path = self._plain if any(chunk.adapter is not None for chunk in plan.chunks) else self._kernels.current()
@@ -159,6 +165,7 @@ class Engine:
         trace: StepTrace | None,
     ) -> tuple[Tensor, StepCounters]:
         """The residual stream after the last layer, [T, width], and the work done."""
+        self.cache.join()
         self.cache.clear(batch.stale)
         work = path.begin(batch, keep=trace is not None)
         reads = {window: Reads(batch, window) for window in {self.spec.window(i) for i in range(self.spec.layers)}}

@@ -5,8 +5,8 @@ pages, its numbers go into one tensor that stays where it is, and the weights an
 
     numbers [4 + pages, sequences]    token, position, slot, keys seen; then the pages of each sequence
 
-A sequence that only pads repeats the first one: it computes the same and writes the same bytes to the same slot. Graphs
-are recorded when a bucket is first met, at most one per bucket; both kinds of buckets grow by factors, so there are few.
+A sequence that only pads repeats the first one: it computes the same and writes the same bytes to the same slot. A
+graph is recorded when its bucket is first met; both kinds of buckets grow by factors, so there are few.
 
 Recording is a callable: `record_cuda` on a GPU. Any other callable that returns its work serves without a GPU, so that
 everything but the recording itself runs, and is compared with plain steps, on a CPU.
@@ -22,9 +22,11 @@ from torch import Tensor
 
 from pdserve.engine import attention
 from pdserve.engine.batch import Batch, Group, stale_slots
-from pdserve.engine.paged import Kernel, MakeKernel
+from pdserve.engine.cache import PagedCache
+from pdserve.engine.dtypes import wide
+from pdserve.engine.paged import Kernel, MakeKernel, choose
 from pdserve.engine.plain import PlainPath, Reads
-from pdserve.engine.plan import StepCounters, StepPlan
+from pdserve.engine.plan import EngineConfig, StepCounters, StepOutput, StepPlan
 from pdserve.engine.spec import ModelSpec
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -59,6 +61,14 @@ def why_not(spec: ModelSpec) -> str:
     return "experts are chosen step by step" if spec.experts else ""
 
 
+def open_graphs(path: PlainPath, config: EngineConfig) -> DecodeGraphs | None:
+    """On a CUDA device, outside deterministic mode, for models whose steps can be recorded."""
+    if not config.device.startswith("cuda") or config.deterministic or why_not(path.decoder.spec):
+        return None
+    kernel = choose(path.decoder.spec, path.cache)
+    return DecodeGraphs(path, record_cuda, kernel.make, kernel.why)
+
+
 def bucket(count: int, sizes: tuple[int, ...]) -> int | None:
     """The least size that holds so many; None beyond the last."""
     return next((size for size in sizes if size >= count), None)
@@ -75,9 +85,9 @@ class _Recorded:
 class DecodeGraphs:
     """The recorded steps of one engine. Used in the engine's thread."""
 
-    def __init__(self, path: PlainPath, record: Record, kernel: MakeKernel | None = None) -> None:
-        """kernel: makes attention over pages for a bucket; None: the plain one."""
-        self._path, self._record, self._make_kernel = path, record, kernel
+    def __init__(self, path: PlainPath, record: Record, kernel: MakeKernel | None = None, why: str = "") -> None:
+        """kernel: makes attention over pages for a bucket; None: the plain one, and `why` in words."""
+        self._path, self._record, self._make_kernel, self._why = path, record, kernel, why
         self._cache, self._spec = path.cache, path.decoder.spec
         sizes = [FIRST_PAGES]
         while sizes[-1] < self._cache.pages:
@@ -95,24 +105,33 @@ class DecodeGraphs:
         """Graphs that can ever be recorded."""
         return len(BATCHES) * len(self._pages)
 
+    def describe(self) -> str:
+        """For the contract's information."""
+        return "decode graphs, attention " + (self._why if self._make_kernel else f"plain ({self._why})")
+
     def takes(self, plan: StepPlan) -> bool:
         """Whether every chunk is one token of a decoding sequence without an adapter."""
         return len(plan.chunks) <= BATCHES[-1] and all(
             len(chunk.ids) == 1 and chunk.logits == "last" and chunk.adapter is None for chunk in plan.chunks
         )
 
-    def step(self, plan: StepPlan) -> tuple[Tensor, StepCounters]:
-        """Scores [sequences, vocab_size] in the plan's order, in memory of their own, and the work done.
-
-        The caller has checked the plan.
-        """
-        chunks, size = plan.chunks, self._cache.page_size
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepOutput:
+        """As Engine.step, for a plan that `takes` accepts and the engine has checked."""
+        chunks, size, written = plan.chunks, self._cache.page_size, tuple(self._cache.written)
         held = [chunk.start // size + 1 for chunk in chunks]
         made = self._graph(bucket(len(chunks), BATCHES) or len(chunks), bucket(max(held), self._pages) or max(held))
         columns = made.host.shape[1]
+        self._cache.join()
         self._cache.clear(stale_slots(chunks, self._cache))
         rows = [
-            [chunk.ids[0], chunk.start, chunk.pages[n - 1] * size + chunk.start % size, chunk.start + 1, *chunk.pages[:n]]
+            [
+                chunk.ids[0],
+                chunk.start,
+                chunk.pages[n - 1] * size + chunk.start % size,
+                chunk.start + 1,
+                *chunk.pages[:n],
+            ]
             for chunk, n in zip(chunks, held, strict=True)
         ]
         height = made.host.shape[0]
@@ -121,12 +140,16 @@ class DecodeGraphs:
         made.numbers.copy_(made.host)
         if made.kernel is not None:
             made.kernel.plan(made.host[_NUMBERS:].T, made.host[3])
-        written = list(self._cache.written)
-        scores = made.replay()[: len(chunks)].clone()
+        scores = made.replay()[: len(chunks)]
+        with torch.inference_mode(False):  # memory of its own, which a sampler may change in place
+            out = torch.empty(scores.shape, dtype=wide(scores.dtype), device=scores.device)
+        out.copy_(scores)
         self._cache.written = [before + len(chunks) for before in written]
         self._cache.mark()
         self.steps += 1
-        return scores, self._counters([chunk.start + 1 for chunk in chunks])
+        counters = self._counters([chunk.start + 1 for chunk in chunks])
+        rows = {chunk.key: out[row : row + 1] for row, chunk in enumerate(chunks)}
+        return StepOutput(rows, counters, (len(chunks),) * self._cache.layers)
 
     def _counters(self, ends: list[int]) -> StepCounters:
         windows = [self._spec.window(layer) for layer in range(self._spec.layers)]
@@ -138,8 +161,7 @@ class DecodeGraphs:
         if key not in self._made:
             device = self._cache.storage.device
             numbers = torch.zeros(_NUMBERS + pages, batch, dtype=torch.int64, device=device)
-            # Recording runs the step: its keys and values go where they do no harm, into the first step's own place.
-            numbers[3] = 1
+            numbers[3] = 1  # key seen, of the pad page
             numbers[_NUMBERS:] = self._cache.pad
             host = torch.zeros(numbers.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
             kernel = self._make_kernel(batch, pages) if self._make_kernel is not None else None
@@ -171,10 +193,9 @@ class DecodeGraphs:
         return path.logits(x)
 
 
-def _static_batch(cache: object, ids: Tensor, positions: Tensor, slots: Tensor, ends: Tensor, table: Tensor) -> Batch:
-    from pdserve.engine.cache import PagedCache
-
-    assert isinstance(cache, PagedCache)
+def _static_batch(
+    cache: PagedCache, ids: Tensor, positions: Tensor, slots: Tensor, ends: Tensor, table: Tensor
+) -> Batch:
     keys = table.shape[1] * cache.page_size
     batch = Batch(
         chunks=[], ids=ids, positions=positions, places=ends - 1, slots=slots, stale=slots[:0],

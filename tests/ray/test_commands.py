@@ -87,14 +87,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             folder, environment, f"http://{HOST}:{dashboard}", f"{HOST}:{grpc_port}", local_runner(load_config(config))
         )
     finally:
-        processes = [*psutil.Process(ray.pid).children(recursive=True), psutil.Process(ray.pid)]
-        for process in reversed(processes):
+        processes = [psutil.Process(ray.pid), *psutil.Process(ray.pid).children(recursive=True)]
+        for process in processes:
             if process.is_running():
-                process.terminate()
-        _, left = psutil.wait_procs(processes, timeout=10.0)
-        for process in left:
-            process.kill()
-        psutil.wait_procs(left, timeout=10.0)
+                process.kill()
+        _, left = psutil.wait_procs(processes, timeout=20.0)
+        assert not left, left
         ray.wait(10.0)
         log.close()
         shutil.rmtree(session, ignore_errors=True)
@@ -194,4 +192,3 @@ async def test_a_pod_drains_before_ray_is_told_to_stop_and_no_answer_is_lost(clu
         assert await asyncio.gather(*streams) == expected(cluster.baseline, asked)
         with pytest.raises(PdserveError):
             await ask(client, *asked[0])
-    await asyncio.to_thread(cluster.run, "serve", "shutdown", "--yes", "--address", cluster.dashboard)

@@ -167,8 +167,8 @@ async def test_each_of_them_matters(wrong: str, settings: RegistrySettings, file
             await registry.snapshot()
     finally:
         await registry.close()
-    for _ in range(10):  # in which asyncio itself closes a connection whose handshake has failed
-        await asyncio.sleep(0)
+    for _ in range(20):  # in which asyncio itself closes a connection whose handshake has failed
+        await asyncio.sleep(0.005)
     assert PASSWORD not in str(caught.value) and caught.value.remedy
 
 
