@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from benchmarks.engine_cases import MARGIN
 from benchmarks.peers.process import VLLM_ENVIRONMENT, PeerError, PeerProcess, find_model, find_python
 from pdserve.engine.blocks import BlockManager
@@ -81,8 +79,7 @@ class Ours:
         plan = StepPlan(tuple(Chunk(str(n), (id,), at, table) for n, (id, at, table) in enumerate(rows)))
         logits = self._engine.step(plan).logits
         self._lengths = [length + 1 for length in self._lengths]
-        best: list[int] = torch.stack([logits[chunk.key][-1] for chunk in plan.chunks]).argmax(-1).tolist()
-        return best
+        return [int(logits[chunk.key][-1].argmax()) for chunk in plan.chunks]
 
 
 class Peer:

@@ -43,7 +43,7 @@ WORKER_FLAGS: Flags = (
     ("--advertise", str, "HOST:PORT", "address that others reach this worker by"),
 )
 ENGINE_FLAGS: Flags = (
-    ("--dtype", str, "TYPE", "of weights, activations and cache: fp32, bf16, fp16, float64, or auto: the checkpoint's own"),
+    ("--dtype", str, "TYPE", "of weights and cache: fp32, bf16, fp16, float64, or auto: the checkpoint's own"),
     ("--pages", int, "N", "pages of the cache pool"),
     ("--page-size", int, "TOKENS", "tokens of a page"),
     ("--threads", int, "N", "threads that compute one step"),

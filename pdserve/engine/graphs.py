@@ -39,7 +39,7 @@ Record = Callable[[Work], Work]
 
 def record_cuda(work: Work) -> Work:
     """Warms up, records, and returns a replay whose tensor every replay writes again."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
@@ -148,8 +148,8 @@ class DecodeGraphs:
         self._cache.mark()
         self.steps += 1
         counters = self._counters([chunk.start + 1 for chunk in chunks])
-        rows = {chunk.key: out[row : row + 1] for row, chunk in enumerate(chunks)}
-        return StepOutput(rows, counters, (len(chunks),) * self._cache.layers)
+        logits = {chunk.key: out[row : row + 1] for row, chunk in enumerate(chunks)}
+        return StepOutput(logits, counters, (len(chunks),) * self._cache.layers)
 
     def _counters(self, ends: list[int]) -> StepCounters:
         windows = [self._spec.window(layer) for layer in range(self._spec.layers)]

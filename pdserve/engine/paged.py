@@ -63,11 +63,11 @@ def choose(spec: ModelSpec, cache: PagedCache) -> Choice:
         return FlashInfer(library, workspace, spec, cache, sequences, pages)
 
     try:
-        error = compare(make, spec, cache)
+        difference = compare(make, spec, cache)
     except Exception as failure:  # noqa: BLE001 - foreign code on a foreign device: whatever it raises, we do without
         return Choice(None, f"flashinfer failed: {type(failure).__name__}: {failure}")
-    if not error < _TOLERANCE:  # so written that a NaN is refused
-        return Choice(None, f"flashinfer differs from the reference by {error:.2g}")
+    if not difference < _TOLERANCE:  # so written that a NaN is refused
+        return Choice(None, f"flashinfer differs from the reference by {difference:.2g}")
     return Choice(make, "flashinfer")
 
 

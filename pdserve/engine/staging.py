@@ -80,15 +80,15 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._written = torch.cuda.Event()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._lock = threading.Lock()
 
     def queue(self, work: Work) -> Done:
         with self._lock, torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._written)
             work()
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             done.record(self._stream)
         return _Recorded(done)
 

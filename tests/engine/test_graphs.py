@@ -192,7 +192,7 @@ def test_a_kernel_is_compared_with_the_reference_before_it_serves() -> None:
     engine, tables = filled(TINY)
     fresh = tiny_engine(TINY)
     right, wrong = (
-        paged.compare(lambda *_, scale=scale: Reference(TINY, fresh.cache, scale), TINY, fresh.cache)  # type: ignore[misc]
+        paged.compare(lambda *_, scale=scale: Reference(TINY, fresh.cache, scale), TINY, fresh.cache)
         for scale in (TINY.scale, 0.5 * TINY.scale)
     )
     assert right < 1e-5 < paged._TOLERANCE < wrong
