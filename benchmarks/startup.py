@@ -4,10 +4,10 @@
     first       kernels = auto with an empty folder for the library: serves with plain torch, switches when compiled
     second      the same folder again: the kept library serves from the first step
 
-Every start is timed twice and the faster counts: one alone was once 4 s slower than its repetition. A worker is ready when it is in a router's registry as ready and its gRPC health says SERVING; seconds count from
-the start of its process, the interpreter's own included. The switch is timed on an engine that keeps stepping while
-the compiler runs beside it. --quick times one start of a
-tiny model without compilation.
+Every start is timed twice and the faster counts: a single one was once four seconds slower than its repetition. A
+worker is ready when it is in a router's registry as ready and its gRPC health says SERVING; seconds count from the
+start of its process, the interpreter's own included. The switch is timed on an engine that keeps stepping while the
+compiler runs beside it. --quick times the starts of a tiny model without compilation.
 """
 
 from __future__ import annotations

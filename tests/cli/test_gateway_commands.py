@@ -61,7 +61,7 @@ async def test_several_answers_come_one_by_one_from_one_prefill(made: House) -> 
     for number, text in texts.items():
         assert f"[{number}] {text}\n" in plain.stdout
     assert "3, from 1 prefill and 1 handoff" in plain.stderr
-    assert none.returncode == 2 and none.stderr.startswith("error: n: 0 is not allowed"), none.stderr
+    assert none.returncode == 1 and none.stderr.startswith("error: n: 0 is not allowed"), none.stderr
 
 
 async def test_without_a_good_key_there_is_one_clear_line(made: House) -> None:
