@@ -17,11 +17,13 @@ from pdserve.engine.plan import Chunk, EngineConfig, StepPlan
 from pdserve.errors import NotFound
 from tests.engine import lora
 from tests.engine.loading import peers
+from tests.engine.loading.gguf_writing import write_gguf
 
 LENGTH = 21
 CUTS = {"prefill": (), "chunked": (3, 4, 11, 18), "decode": tuple(range(9, LENGTH))}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+FUSED_HEADS = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 
 # Name -> base model, options of the adapter.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,6 +47,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "left out": ("llama-biases", {"target_modules": ATTENTION + MLP, "exclude_modules": ["k_proj", "down_proj"]}),
     "fused projections": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
     "a bias beside it": ("qwen2", {"target_modules": ["q_proj", "k_proj", "v_proj"], "lora_alpha": 5}),
+    "fused one after the other": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
+    "fused head by head": ("gpt-neox", {"target_modules": FUSED_HEADS}),
+    "fused head by head, without rotation": ("bloom", {"target_modules": FUSED_HEADS}),
+    "opt": ("opt", {"target_modules": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]}),
+    "norms after the products": ("gemma2", {"target_modules": "all-linear"}),
+    "norms over all heads": ("olmo2", {"target_modules": "all-linear"}),
+    "layers without positions": ("smollm3", {"target_modules": "all-linear"}),
+    "multipliers": ("granite", {"target_modules": "all-linear"}),
+    "beside experts": ("mixtral", {"target_modules": ATTENTION}),
 }
 
 
@@ -73,6 +84,46 @@ def test_logits_equal_the_peers_merged_and_not(name: str, tmp_path: Path) -> Non
         got = adapted_logits(engine, ids, adapter.digest, cuts)
         torch.testing.assert_close(got, expected, rtol=0, atol=peers.TOLERANCE)
         torch.testing.assert_close(got, merged, rtol=0, atol=peers.TOLERANCE)
+    torch.testing.assert_close(adapted_logits(engine, ids, None), plain, rtol=0, atol=peers.TOLERANCE)
+
+
+@pytest.mark.parametrize(("base", "targets"), [("llama", ATTENTION + MLP), ("bloom", FUSED_HEADS)])
+def test_a_gguf_file_takes_the_adapter_of_the_directory(base: str, targets: list[str], tmp_path: Path) -> None:
+    """The file's rows of q and k are in another order than the adapter's, whose names are those of the directory."""
+    model = lora.make_adapted(base, {"default": {"target_modules": targets}})
+    path = lora.save_adapter(model, "default", tmp_path / "adapter")
+    ids = peers.prompt(LENGTH)
+    expected = lora.logits(model, ids, "default")
+    file = write_gguf(peers.make_peer(base), tmp_path / "base.gguf")
+    for stored in (file, peers.save_peer(peers.make_peer(base), tmp_path / "base")):
+        engine = peers.new_engine(load_model(stored, "fp32"))
+        adapter = load_adapter(path, engine.base)
+        engine.adapters.add(adapter)
+        got = adapted_logits(engine, ids, adapter.digest)
+        torch.testing.assert_close(got, expected, rtol=0, atol=peers.TOLERANCE)
+
+
+def test_beside_int8_weights_an_adapter_keeps_its_precision(tmp_path: Path) -> None:
+    """The peer computes with the base weights that int8 stands for; its adapter's factors are not rounded."""
+    model = lora.make_adapted("llama", {"default": {"target_modules": ATTENTION + MLP}})
+    path = lora.save_adapter(model, "default", tmp_path / "adapter")
+    ids = peers.prompt(LENGTH)
+    exact = lora.logits(model, ids, "default")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and "lora_" not in name and "embed" not in name:
+                scale = weight.abs().amax(1, keepdim=True) / 127
+                weight.copy_(torch.round(weight / scale) * scale)
+    config = EngineConfig(dtype="fp32", pages=32, page_size=peers.PAGE, weights="int8")
+    engine = Engine(load_model(peers.save_peer(peers.make_peer("llama"), tmp_path / "base"), "fp32"), config)
+    adapter = load_adapter(path, engine.base)
+    engine.adapters.add(adapter)
+    expected = lora.logits(model, ids, "default")
+    assert peers.largest_difference(exact, expected) > 0.01, "weights that int8 does not change would hide a fault"
+    for cuts in CUTS.values():
+        got = adapted_logits(engine, ids, adapter.digest, cuts)
+        torch.testing.assert_close(got, expected, rtol=0, atol=peers.TOLERANCE)
+    plain = lora.logits(model, ids, None)
     torch.testing.assert_close(adapted_logits(engine, ids, None), plain, rtol=0, atol=peers.TOLERANCE)
 
 

@@ -10,6 +10,7 @@ from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import cast_bytes, torch_dtype
 from pdserve.engine.handover import SequenceSink, SequenceSource
 from pdserve.engine.plan import EngineConfig
+from pdserve.engine.staging import HostLane, Staging
 from pdserve.errors import Internal
 from tests.engine.tiny import spec
 
@@ -59,7 +60,7 @@ def test_a_sink_casts_what_it_is_given(source: str, target: str, order: str, on_
     config = EngineConfig(dtype="fp32", kv_dtype=target, pages=8, page_size=4, axis_order=order)
     cache = PagedCache(spec(heads=4, kv_heads=4), config)
     if not on_host:
-        cache._bytes = None  # as where numpy cannot see the memory
+        cache.staging = Staging(HostLane())  # as on a device, whose rows the host cannot see
     values, pages = values_of(source), (5, 1, 2, 7)
     sink = SequenceSink(cache, pages, 0, TOKENS, source)
     sink.write("k", 1, (0, 2), (0, TOKENS), raw(values[:, :2]))

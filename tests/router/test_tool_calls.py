@@ -152,6 +152,8 @@ async def test_other_forms_of_output(client: AsyncOpenAI) -> None:
         ({"response_format": {"type": "grammar", "grammar": 'start: "no" | "never"'}}, "no|never"),
         ({"structured_outputs": {"choice": ["red", 'bl"ue']}}, 'red|bl"ue'),
         ({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"),
+        ({"structured_outputs": {"grammar": 'start: "up" | "down"'}}, "up|down"),
+        ({"structured_outputs": {"json": {"enum": ["ab", 7]}}}, '"ab"|7'),
     ):
         text = await client.completions.create(model=MODEL, prompt="It is", max_tokens=20, extra_body=options)
         jsonschema.validate(text.choices[0].text, {"type": "string", "pattern": f"^({expected})$"})

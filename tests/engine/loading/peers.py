@@ -50,6 +50,8 @@ _TWO_BASES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 _NEOX = {"num_key_value_heads": None, "rms_norm_eps": None, "hidden_size": 64, "head_dim": None, "rope_parameters": {
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
 }}  # fmt: skip
@@ -74,7 +76,7 @@ def longrope(pairs: int, **parameters: Any) -> dict[str, Any]:
 
 
 # Name -> (config class, model class, options).
-_PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+_ROWS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "llama-derived-head-dim": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": None}),
     "llama-biases": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
@@ -88,9 +90,10 @@ _PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2-windows": (
         "Qwen2Config",
         "Qwen2ForCausalLM",
-        {"head_dim": None, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        {**_WINDOW, "head_dim": None, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "qwen3-windows": ("Qwen3Config", "Qwen3ForCausalLM", {**_WINDOW, "max_window_layers": 1}),
     "qwen3-biases": ("Qwen3Config", "Qwen3ForCausalLM", {"attention_bias": True}),
     "llama-linear": ("LlamaConfig", "LlamaForCausalLM", scaled("linear", factor=3.0)),
     "llama-dynamic": ("LlamaConfig", "LlamaForCausalLM", scaled("dynamic", factor=3.0)),
@@ -134,7 +137,7 @@ _PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "smollm3-windows": (
         "SmolLM3Config",
         "SmolLM3ForCausalLM",
-        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": False},
+        {**_WINDOW, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False},
     ),
     "granite": (
         "GraniteConfig",
@@ -175,9 +178,10 @@ _PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-moe-mixed": (
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
-        {**_MOE, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 5},
+        {**_MOE, **_WINDOW, "mlp_only_layers": [1]},
     ),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", _MIXTRAL),
+    "mixtral-window": ("MixtralConfig", "MixtralForCausalLM", {**_MIXTRAL, "sliding_window": 5}),
     "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _NEOX),
     "gpt-neox-sequential": (
         "GPTNeoXConfig",
@@ -197,6 +201,10 @@ _PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2-unscaled": ("GPT2Config", "GPT2LMHeadModel", {"scale_attn_weights": False}),
     "gpt2-untied": ("GPT2Config", "GPT2LMHeadModel", {"tie_word_embeddings": False, "n_inner": 72}),
 }
+# These again, with windows longer than the prompt.
+_SHORT = ("qwen2-windows", "qwen3-windows", "smollm3-windows", "starcoder2", "qwen3-moe-mixed", "mixtral-window")
+_LONG = {f"{name}-long": (*_ROWS[name][:2], {**_ROWS[name][2], "sliding_window": 50}) for name in _SHORT}
+_PEERS = {**_ROWS, **_LONG}
 NAMES = tuple(_PEERS)
 _SIZED = ("head_dim", "num_key_value_heads", "rms_norm_eps")  # None: the family has no such key
 _GPT2_SIZES = {"n_embd": 40, "n_layer": 3, "n_head": 4, "n_positions": 64, **_SMALL}

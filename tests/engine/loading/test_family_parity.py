@@ -32,6 +32,7 @@ Checkpoints = Mapping[str, tuple[Any, Path]]
 PLAIN_ONLY = {
     "smollm3": "layer_positions",
     "smollm3-windows": "layer_positions",
+    "smollm3-windows-long": "layer_positions",
     "granite": "residual_scale",
     "olmo2": "norm_order",
     "gemma2": "norm_order",
@@ -40,7 +41,10 @@ PLAIN_ONLY = {
     "gemma3-long-window": "norm_order",
     "qwen3-moe": "experts",
     "qwen3-moe-mixed": "experts",
+    "qwen3-moe-mixed-long": "experts",
     "mixtral": "experts",
+    "mixtral-window": "experts",
+    "mixtral-window-long": "experts",
     "gpt-neox": "parallel",
     "opt-post-norm": "an output projection before the head",
     "bloom": "positions of kind alibi",

@@ -136,6 +136,7 @@ LINEAR = {"type": "linear", "factor": 2.0}
     [
         ("llama", {"architectures": ["MambaForCausalLM"]}, "architectures", "UNKNOWN_ARCHITECTURE"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures", "UNKNOWN_ARCHITECTURE"),
+        ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures", "UNKNOWN_ARCHITECTURE"),
         ("llama", {"architectures": []}, "architectures", "UNKNOWN_ARCHITECTURE"),
         ("llama", {"architectures": None, "model_type": "mamba"}, "model_type", "UNKNOWN_ARCHITECTURE"),
         ("llama", {"model_type": "qwen2"}, "model_type", "UNKNOWN_ARCHITECTURE"),
