@@ -185,7 +185,7 @@ def test_the_manifests_say_that_they_are_in_clear() -> None:
             n for n, text in enumerate(path.read_text().splitlines()) if text.startswith("allow_plaintext = true")
         ]
         around = path.read_text().splitlines()[max(0, line - 2) : line + 1]
-        assert any("no TLS yet" in text for text in around), path
+        assert any("certificates are set up" in text for text in around), path
 
 
 def container_of(component: str) -> Callable[[list[Document]], Any]:
