@@ -65,7 +65,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One node of Ray, started for this module; nothing of it is left."""
     folder = tmp_path_factory.mktemp("cluster")
     session = Path(tempfile.mkdtemp(prefix="pdray"))  # short: it holds Ray's sockets
-    gcs, dashboard, grpc_port, http_port = free_ports(4)
+    gcs, dashboard, agent, grpc_port, http_port = free_ports(5)
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": f"http://{HOST}:{dashboard}"}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment["XDG_RUNTIME_DIR"] = str(session)  # of the doors that `pdserve drain` knocks at
@@ -77,7 +77,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     log = (folder / "ray.log").open("w")
     ray = subprocess.Popen(
         [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--port", str(gcs), "--node-ip-address",
-         HOST, "--dashboard-host", HOST, "--dashboard-port", str(dashboard), "--temp-dir", str(session), "--num-cpus",
+         HOST, "--dashboard-host", HOST, "--dashboard-port", str(dashboard),
+         # Another Ray on this machine may have the agent's usual port, and jobs would find no agent.
+         "--dashboard-agent-listen-port", str(agent), "--temp-dir", str(session), "--num-cpus",
          "4", "--object-store-memory", "100000000", "--disable-usage-stats"],
         env={**environment, "RAY_ADDRESS": ""}, stdout=log, stderr=subprocess.STDOUT,
     )  # fmt: skip
