@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Self
 
+from pydantic import TypeAdapter
 from ray.experimental import internal_kv
 
 from pdserve.registry.settings import RegistrySettings
@@ -32,6 +34,13 @@ class Announced:
     registry: RegistrySettings
     rpc: RpcSettings
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return TypeAdapter(cls).validate_json(text)  # settings hold settings, which `**` would leave as tables
+
 
 class Notes:
     """Of one generation of pools; "" is the first."""
@@ -40,14 +49,11 @@ class Notes:
         self._generation = generation
 
     def announce(self, announced: Announced) -> None:
-        self._put("registry", json.dumps(asdict(announced)))
+        self._put("registry", announced.to_json())
 
     def announced(self) -> Announced | None:
         text = self._get("registry")
-        if not text:
-            return None
-        table = json.loads(text)
-        return Announced(table["url"], RegistrySettings(**table["registry"]), RpcSettings(**table["rpc"]))
+        return Announced.from_json(text) if text else None
 
     def publish(self, plan: Plan) -> None:
         self._put("plan", plan.to_json())

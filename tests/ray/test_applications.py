@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from pdserve.cluster.notes import Announced
 from pdserve.config import load_config
 from pdserve.errors import ConfigError
 from pdserve.ray_app import application, build, pools
 from pdserve.ray_app.addresses import Ports, port_range
+from pdserve.registry.settings import RegistrySettings
+from pdserve.rpc.settings import RpcSettings, TlsSettings
 
 
 def built(args: dict[str, Any]) -> Any:
@@ -80,3 +83,10 @@ class TestPorts:
     def test_what_is_no_range_is_refused(self, text: str) -> None:
         with pytest.raises(ConfigError, match="range"):
             port_range(text)
+
+
+def test_how_the_registry_is_reached_survives_the_store() -> None:
+    """Settings within settings, too: the policy would stop at its first look, and sizes would never change."""
+    tls = TlsSettings("tls.crt", "tls.key", "ca.crt", "mine")
+    announced = Announced("redis://h:1/0", RegistrySettings(lease_s=7.0), RpcSettings(call_timeout_s=3.0, tls=tls))
+    assert Announced.from_json(announced.to_json()) == announced
