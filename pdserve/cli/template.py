@@ -16,7 +16,7 @@ from decode_worker.settings import DecodeSettings
 from pdserve.config import ModelSettings, PoolSettings
 from pdserve.engine.plan import EngineConfig
 from pdserve.registry.settings import RegistrySettings
-from pdserve.rpc.settings import RpcSettings
+from pdserve.rpc.settings import RpcSettings, TlsSettings
 from pdserve.scaling.settings import ScalingSettings
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
@@ -33,6 +33,7 @@ SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("decode", DecodeSettings, "Each decode worker."),
     ("registry", RegistrySettings, "Where workers announce themselves."),
     ("rpc", RpcSettings, "Every connection."),
+    ("rpc.tls", TlsSettings, "Certificates, see docs/security.md; each part has its own. Empty: no encryption."),
 )
 
 
