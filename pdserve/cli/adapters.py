@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pdserve.cli.ask import ApiKey, TlsFolder, flags_named, gateway_address, rpc_settings
+from pdserve.cli.ask import ApiKey, Plaintext, TlsFolder, flags_named, gateway_address, rpc_settings
 from pdserve.cli.console import err, out, progress
 from pdserve.client import Client, WorkerAdapters
 from pdserve.client.adapters import LOAD_TIMEOUT_S, UNLOAD_WAIT_S
@@ -33,13 +33,14 @@ def load(
     gateway: Gateway = "",
     api_key: ApiKey = "",
     tls: TlsFolder = None,
+    plaintext: Plaintext = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds that the workers get.")] = LOAD_TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
     """Serve an adapter under a name; another version that the name had is replaced without a gap."""
     with (
         flags_named(),
-        Client(gateway_address(gateway), rpc_settings(tls), api_key=api_key) as client,
+        Client(gateway_address(gateway), rpc_settings(tls, plaintext), api_key=api_key) as client,
         progress(f"loading {name}"),
     ):
         workers = client.load_adapter(name, path, model=model, timeout_s=timeout_s)
@@ -53,13 +54,14 @@ def unload(
     gateway: Gateway = "",
     api_key: ApiKey = "",
     tls: TlsFolder = None,
+    plaintext: Plaintext = False,
     wait_s: Annotated[float, typer.Option(help="Seconds that requests which use it get to end.")] = UNLOAD_WAIT_S,
     as_json: AsJson = False,
 ) -> None:
     """Serve a name no longer. Where requests still use it after the wait, it stays, and this fails."""
     with (
         flags_named(),
-        Client(gateway_address(gateway), rpc_settings(tls), api_key=api_key) as client,
+        Client(gateway_address(gateway), rpc_settings(tls, plaintext), api_key=api_key) as client,
         progress(f"unloading {name}"),
     ):
         workers = client.unload_adapter(name, model=model, wait_s=wait_s)
@@ -72,10 +74,11 @@ def list_adapters(
     gateway: Gateway = "",
     api_key: ApiKey = "",
     tls: TlsFolder = None,
+    plaintext: Plaintext = False,
     as_json: AsJson = False,
 ) -> None:
     """Show which versions each worker serves, and how many requests use them."""
-    with flags_named(), Client(gateway_address(gateway), rpc_settings(tls), api_key=api_key) as client:
+    with flags_named(), Client(gateway_address(gateway), rpc_settings(tls, plaintext), api_key=api_key) as client:
         workers = client.adapters(model)
     _show(workers, as_json)
 

@@ -15,7 +15,7 @@ from pdserve.cli.console import progress
 from pdserve.cli.state import read_running
 from pdserve.client import Client, Event, GenerateOptions, Tokens
 from pdserve.config import load_config
-from pdserve.errors import DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable
+from pdserve.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.rpc.settings import RpcSettings, TlsSettings
@@ -39,6 +39,16 @@ TlsFolder = Annotated[
         show_envvar=True,
         show_default=False,
         help="Folder with tls.crt, tls.key and ca.crt, for a deployment that uses TLS.",
+    ),
+]
+
+Plaintext = Annotated[
+    bool,
+    typer.Option(
+        "--plaintext",
+        envvar="PDSERVE_PLAINTEXT",
+        show_envvar=True,
+        help="Reach another machine without encryption, on a network you trust.",
     ),
 ]
 
@@ -71,12 +81,13 @@ def gateway_address(given: str) -> str:
     return running.gateway
 
 
-def rpc_settings(tls: Path | None) -> RpcSettings:
+def rpc_settings(tls: Path | None, plaintext: bool = False) -> RpcSettings:
     """How a command connects. Raises ConfigError for certificates that cannot be used."""
-    return RpcSettings(tls=TlsSettings.of_folder(tls)) if tls else RpcSettings()
+    certificates = TlsSettings.of_folder(tls) if tls else TlsSettings()
+    return RpcSettings(tls=certificates, allow_plaintext=plaintext)
 
 
-def ask_gateway(ask: Ask, gateway: str, api_key: str = "", tls: Path | None = None) -> Iterator[Event]:
+def ask_gateway(ask: Ask, gateway: str, api_key: str = "", rpc: RpcSettings | None = None) -> Iterator[Event]:
     options = GenerateOptions(
         model=ask.model, sampling=ask.sampling, timeout_s=ask.timeout_s, want_record=ask.want_record, n=ask.n
     )
@@ -84,7 +95,7 @@ def ask_gateway(ask: Ask, gateway: str, api_key: str = "", tls: Path | None = No
         options["messages"] = ask.messages
     if ask.token_ids is not None:
         options["token_ids"] = ask.token_ids
-    with flags_named(), Client(gateway_address(gateway), rpc_settings(tls), api_key=api_key) as client:
+    with flags_named(), Client(gateway_address(gateway), rpc, api_key=api_key) as client:
         yield from client.generate(ask.text, **options)
 
 
@@ -95,6 +106,10 @@ def flags_named() -> Iterator[None]:
         yield
     except Unauthenticated as error:
         error.remedy = "set PDSERVE_API_KEY, or give --api-key"
+        raise
+    except ConfigError as error:
+        if error.field == "allow_plaintext":
+            error.remedy = "give --tls FOLDER, or --plaintext on a network you trust"
         raise
     except DeadlineExceeded as error:
         if error.field == "timeout_s":

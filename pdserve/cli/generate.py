@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pdserve.cli.ask import ApiKey, Ask, TlsFolder, ask_gateway, ask_local
+from pdserve.cli.ask import ApiKey, Ask, Plaintext, TlsFolder, ask_gateway, ask_local, rpc_settings
 from pdserve.cli.console import err, show_logprobs, show_record, write
 from pdserve.client import Accepted, Event, Finish, HandoffRecord, Tokens
 from pdserve.errors import InvalidRequest, PdserveError
@@ -62,6 +62,7 @@ def generate(
     gateway: Annotated[str, Option(help="host:port of a gateway; empty: the running `pdserve up`.")] = "",
     api_key: ApiKey = "",
     tls: TlsFolder = None,
+    plaintext: Plaintext = False,
     config: Annotated[Path | None, Option(help="TOML file; with --local it says which model and how.")] = None,
     timeout_s: Annotated[float, Option(help="Seconds until the request is given up.")] = 600.0,
 ) -> None:
@@ -101,7 +102,7 @@ def generate(
         timeout_s=timeout_s,
         **_parse_prompt(prompt, chat, system, messages, token_ids),
     )
-    events = ask_local(ask, config) if local else ask_gateway(ask, gateway, api_key, tls)
+    events = ask_local(ask, config) if local else ask_gateway(ask, gateway, api_key, rpc_settings(tls, plaintext))
     show_events(events if n == 1 or as_json else one_by_one(events), as_json=as_json)
 
 

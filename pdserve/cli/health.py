@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import grpc
@@ -31,7 +30,7 @@ def health(
 ) -> None:
     """Exit with 0 if a router or worker says that it serves, else with 1. Kubernetes can ask the same by gRPC."""
     # A question without a secret: it may leave this machine in clear, as to a container's own address.
-    rpc = replace(rpc_settings(tls), allow_plaintext=True)
+    rpc = rpc_settings(tls, plaintext=True)
     with sync_channel(address, rpc, peer=role) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:

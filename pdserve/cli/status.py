@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pdserve.cli.ask import ApiKey, TlsFolder, flags_named, gateway_address, rpc_settings
+from pdserve.cli.ask import ApiKey, Plaintext, TlsFolder, flags_named, gateway_address, rpc_settings
 from pdserve.cli.console import err, out
 from pdserve.client import Client, Pair, Placement, Worker
 from pdserve.errors import FieldDifference
@@ -22,10 +22,11 @@ def status(
     gateway: Annotated[str, typer.Option(help="host:port of a gateway; empty: the running `pdserve up`.")] = "",
     api_key: ApiKey = "",
     tls: TlsFolder = None,
+    plaintext: Plaintext = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show pools, contracts and load, and which prefill and decode workers fit."""
-    with flags_named(), Client(gateway_address(gateway), rpc_settings(tls), api_key=api_key) as client:
+    with flags_named(), Client(gateway_address(gateway), rpc_settings(tls, plaintext), api_key=api_key) as client:
         found = client.status()
     if as_json:
         print(json.dumps(asdict(found), default=_plain))

@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from typer.testing import CliRunner
 
+from pdserve.cli.main import app
 from pdserve.cli.status import matrix, reasons
 from pdserve.client import AsyncClient, Pair
 from pdserve.engine.plan import EngineConfig
-from pdserve.errors import FieldDifference, Unauthenticated
+from pdserve.errors import ConfigError, FieldDifference, Unauthenticated, Unavailable
 from router.tenants import Tenant
 from tests.router.support import House, house, model
 
@@ -128,7 +130,8 @@ async def test_the_http_port_is_no_gateway(made: House) -> None:
 
 
 async def test_the_record_tells_attempts_and_what_was_refused(made: House) -> None:
-    ask = ("generate", "the", "--max-tokens", "2", "--ignore-eos", "--record")
+    # Not sampled: an answer that ends inside a character has its last bytes told with the finish, after the record.
+    ask = ("generate", "the", "--max-tokens", "2", "--ignore-eos", "--temperature", "0", "--record")
     done = await pdserve(made, *ask, key=KEY)
     shown = [line.split(maxsplit=2) for line in done.stderr.splitlines()]
     assert ["attempts", "1"] in shown
@@ -233,3 +236,12 @@ async def test_a_router_process_takes_its_tenants_from_the_file_it_is_given(tmp_
         router.terminate()
         out, errors = await asyncio.wait_for(router.communicate(), 30)
     assert router.returncode == 0 and KEY.encode() not in out + errors
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("status",), ("adapters", "list")], ids=" ".join)
+async def test_another_machine_is_reached_in_clear_only_when_told(command: tuple[str, ...]) -> None:
+    """0.0.0.0 counts as another machine, and is not: with leave the command gets as far as looking there."""
+    given = [*command, "--gateway", "0.0.0.0:1"]
+    refused = CliRunner().invoke(app, given)
+    assert isinstance(refused.exception, ConfigError) and "--plaintext" in refused.exception.remedy
+    assert isinstance(CliRunner().invoke(app, [*given, "--plaintext"]).exception, Unavailable)
