@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import Figure
+from benchmarks.serving_ideal import ideals
 from benchmarks.workloads import Interference, Poisson
 from pdserve.engine.ledger import Step, ledger
 from pdserve.engine.spec import ModelSpec
@@ -13,9 +15,9 @@ DTYPE = "bf16"
 BLOCK = 32  # queries; each is held to see the whole of its own block, as kernels compute it
 
 
-def bounds(model: str | Path) -> list[Figure]:
-    """The longest prompt of each workload, alone on one core, beside the time that there is for it. A second's work,
-    to be done when nothing is measured.
+def bounds(model: str | Path, rates: Sequence[float], seeds: Sequence[int], cores: int) -> list[Figure]:
+    """The longest prompt of each workload, alone on one core, beside the time that there is for it; then what ideal
+    systems make of the Poisson arrivals. A second's work, to be done when nothing is measured.
     """
     # torch takes seconds to import, and the load generator has no use for it.
     from pdserve.engine.machine import measure_machine
@@ -30,7 +32,8 @@ def bounds(model: str | Path) -> list[Figure]:
     ):
         seconds = causal_flops(spec, tokens) / machine.flops
         figures.append(Figure(f"bound: {tokens:,} tokens on one core at its peak, over {title}", seconds, "s", limit_s))
-    return figures
+    work_s = {tokens: causal_flops(spec, tokens) / machine.flops for tokens in Poisson.prompts}
+    return figures + ideals(rates, seeds, work_s, cores)
 
 
 def causal_flops(spec: ModelSpec, tokens: int) -> int:

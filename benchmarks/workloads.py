@@ -103,14 +103,20 @@ async def interfere(send: Send, plan: Interference) -> tuple[Phase, Phase]:
     return Phase(tuple(outcomes), settled, busy), Phase(tuple(outcomes), busy, end)
 
 
-async def arrive(send: Send, plan: Poisson) -> Phase:
-    """Every request of the plan, sent at its time; ends with the last token."""
+def arrivals(plan: Poisson) -> list[tuple[float, Ask]]:
+    """Requests and the seconds from the beginning at which they come."""
     seeded = random.Random(f"{plan.seed} {plan.rate}")
-    began = time.monotonic()
     at, asks = 0.0, []
     while (at := at + seeded.expovariate(plan.rate)) < plan.seconds:
         sizes = seeded.choice(plan.prompts), seeded.choice(plan.outputs)
-        asks.append((began + at, make_ask("poisson", sizes, seeded, plan.ids)))
+        asks.append((at, make_ask("poisson", sizes, seeded, plan.ids)))
+    return asks
+
+
+async def arrive(send: Send, plan: Poisson) -> Phase:
+    """Every request of the plan, sent at its time; ends with the last token."""
+    began = time.monotonic()
+    asks = [(began + at, ask) for at, ask in arrivals(plan)]
 
     async def one(at: float, ask: Ask) -> Outcome:
         await asyncio.sleep(max(0.0, at - time.monotonic()))

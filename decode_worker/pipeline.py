@@ -30,6 +30,7 @@ from decode_worker.admission import (
 )
 from decode_worker.grammar import Grammars
 from decode_worker.handoffs import Handoffs
+from decode_worker.metrics import Counted
 from decode_worker.opening import Opener
 from decode_worker.overdue import expired, unread
 from decode_worker.prompts import Prompts
@@ -75,8 +76,9 @@ class Pipeline:
             on_exit=self._on_exit,
         )
         self._wake = asyncio.Event()  # there may be something to plan
+        self.counted = Counted()
         self.handoffs = Handoffs(
-            incarnation, limits.contract, self.scheduler, engine.cache, settings, changed=self._wake.set
+            incarnation, limits.contract, self.scheduler, engine.cache, settings, self._wake.set, self.counted
         )
         self.quiet = asyncio.Event()
         """Set while no sequence is here."""
@@ -131,6 +133,7 @@ class Pipeline:
             time.monotonic() + min(deadline_s, self._settings.generate_s),
         )
         if sequence.state is State.DONE:
+            self.counted.ended.add(State.DONE)
             return sequence, admission, None
         sequence.here = request.here
         self.scheduler.submit(sequence)
@@ -138,6 +141,8 @@ class Pipeline:
         if request.here:
             self._compute_here(sequence, admission.cache_tokens)
             return sequence, admission, None
+        if not sequence.logits_only:
+            self.counted.looked_for(len(sequence.ids), sequence.cached)
         return sequence, admission, self.handoffs.open(sequence)
 
     async def retry(self, sequence: Sequence, prefill_contract: WorkerContract) -> None:
@@ -170,6 +175,7 @@ class Pipeline:
     def _compute_here(self, sequence: Sequence, cache_tokens: int) -> None:
         """Its writers have drained, if there ever were any."""
         sequence.work.asked_at = time.monotonic()
+        sequence.wanted_by = sequence.work.asked_at + (self._settings.first_token_s or math.inf)
         sequence.arrives_by, sequence.deadline = math.inf, sequence.ends_at
         self.scheduler.compute_here(sequence, cache_tokens, begun=self._wake.set)
 
@@ -209,13 +215,18 @@ class Pipeline:
     def reap(self, now: float) -> None:
         """Ends what took too long. `now` in monotonic seconds."""
         for sequence in [s for s in self.scheduler.waiting if now >= s.deadline]:
-            self.end(sequence, State.EXPIRED, expired(sequence, now))
+            self._reap(sequence, expired(sequence, now))
         for sequence in list(self.scheduler.running):
             since = sequence.stream.full_since
             if now >= sequence.ends_at:
-                self.end(sequence, State.EXPIRED, expired(sequence, now))
+                self._reap(sequence, expired(sequence, now))
             elif since is not None and now >= since + self._settings.reader_s:
-                self.end(sequence, State.EXPIRED, unread(sequence, self._settings.reader_s))
+                self._reap(sequence, unread(sequence, self._settings.reader_s))
+
+    def _reap(self, sequence: Sequence, error: PdserveError) -> None:
+        if sequence.ending is None:  # else it was told before, and waits for a step or writers
+            self.counted.reaped.add(error.reason)
+            self.end(sequence, State.EXPIRED, error)
 
     async def _step(self, plan: DecodePlan) -> None:
         began = time.monotonic()
@@ -241,12 +252,15 @@ class Pipeline:
         for sequence in prefilling:
             if sequence.key in output.choices or sequence.key in output.kept:  # its token follows
                 sequence.stream.put(prefilled(sequence, plan, ended))
+                self.counted.looked_for(len(sequence.ids), sequence.work.found)
         try:
             given = self.scheduler.apply(plan, output)
         except Exception:  # the loop dies of it; the step is over all the same, so nothing may wait for it
             self.scheduler.abandon(plan, Internal("the decode worker failed", remedy="see its log", retryable=True))
             raise
-        self.tokens_per_s += 0.1 * (given / max(time.monotonic() - began, 1e-9) - self.tokens_per_s)
+        self.counted.stepped(sum(count for _, count in spans), given, ended - began)
+        if spans:
+            self.tokens_per_s += 0.1 * (given / max(time.monotonic() - began, 1e-9) - self.tokens_per_s)
 
     async def _drain(self, sequence: Sequence, state: State, error: PdserveError) -> None:
         await self.handoffs.close(sequence)
@@ -258,6 +272,7 @@ class Pipeline:
             self.end(origin, outcome.state, outcome.error)
         if origin is None or all(choice.state in EXITS for choice in origin.choices):
             self.handoffs.forget(origin or sequence)
+            self.counted.ended.add(outcome.state)
         log.info("%s: %s%s", outcome.key, outcome.state, f" ({outcome.error})" if outcome.error else "")
         if self.scheduler.idle:
             self.quiet.set()

@@ -1,12 +1,16 @@
 """What is in the next step: the tokens of the streams, then what is computed again, then prompts. Takes their pages.
 
+Tokens whose logits have come with a handoff go before all that, in a step of their own: sampling them takes a
+millisecond, and in a step with others they would wait for the whole model.
+
 Plans only, for the scheduler: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from decode_worker.memory import Memory
 from decode_worker.prompts import Prompts
@@ -37,9 +41,11 @@ class Planner:
         memory = self.memory
         memory.resume()
         memory.stuck = False
-        takes: dict[Sequence, int] = {}  # tokens of the chunk; 0: its first logits are here
-        self._take_streams(takes)
-        self._take_prompts(takes)
+        takes: dict[Sequence, int] = {}  # tokens of the chunk; 0: its logits are here
+        self._take_firsts(takes)
+        if not takes:
+            self._take_streams(takes)
+            self._take_prompts(takes)
         if not takes and memory.resume():
             return self.plan()  # one that stepped back found what it needs among the pins
         chunks = {sequence.key: self._chunk(sequence, take) for sequence, take in takes.items() if take}
@@ -52,31 +58,40 @@ class Planner:
             copies=memory.copies,
         )
 
+    def _take_firsts(self, takes: dict[Sequence, int]) -> None:
+        """Whoever needs no model for its next token, and would be in the next step anyhow."""
+        for sequence in islice(self._decoding(), self.max_batch):
+            if sequence.first is not None:
+                takes[sequence] = 0
+                sequence.stepping = True
+
     def _take_streams(self, takes: dict[Sequence, int]) -> None:
         """Whoever decodes, or computes again what it lost."""
         budget = self.recompute_tokens
-        for sequence in tuple(self.running):
+        for sequence in self._decoding():
             if len(takes) == self.max_batch:
                 return
-            # One that an older sequence preempted just now is no longer what it was when the loop began.
-            if not sequence.ready or sequence.state in (State.PREEMPTED, State.PREFILLING):
+            missing = sequence.remaining
+            take = 1 if missing == 1 else min(missing, budget)
+            if not take:
+                continue  # others compute again in this step
+            if not self._grown(sequence, take):
                 continue
-            take = 0
-            if sequence.first is None:
-                missing = sequence.remaining
-                take = 1 if missing == 1 else min(missing, budget)
-                if not take:
-                    continue  # others compute again in this step
-                if not self._grown(sequence, take):
-                    continue
-                budget -= take if missing > 1 else 0
+            budget -= take if missing > 1 else 0
             takes[sequence] = take
             sequence.stepping = True
+
+    def _decoding(self) -> Iterator[Sequence]:
+        """Oldest first."""
+        for sequence in tuple(self.running):
+            # One that an older sequence preempted just now is no longer what it was when the loop began.
+            if sequence.ready and sequence.state not in (State.PREEMPTED, State.PREFILLING):
+                yield sequence
 
     def _take_prompts(self, takes: dict[Sequence, int]) -> None:
         """Parts of prompts, beside what `takes` has."""
         beside = _spans(takes)
-        streams = any(sequence.first is not None or sequence.remaining == 1 for sequence in takes)
+        streams = any(sequence.remaining == 1 for sequence in takes)
         prompts = [s for s in self.running if s.state is State.PREFILLING and s.ready]
         for sequence, take in self.prompts.share(prompts, beside, streams):
             # One of them may have lost its pages to another.

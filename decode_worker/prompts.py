@@ -1,18 +1,20 @@
-"""Prompts that this worker computes itself: how many tokens of which in the next step. No torch, no clock.
+"""Prompts that this worker computes itself: how many tokens of which in the next step. No torch.
 
-Among prompts the order is that of the prefill workers (pdserve/engine/order.py): shortest remaining first, with a
-quarter of each step for those who wait longest. How many tokens they get together depends on who else computes:
+Among prompts the order is that of the prefill workers (pdserve/engine/order.py): shortest remaining first, but for
+those that an objective presses, with a quarter of each step for those who wait longest. How many tokens they get together depends on who else computes:
 beside streams as many as let the step end within `step_s`, by what steps have cost so far; without any, all that
 `chunk_tokens` allows. A step always has LEAST_TOKENS for prompts, or they would wait for streams without end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from pdserve.engine.order import RESERVE, Turns, Waiter, share_out
+from pdserve.engine.order import RESERVE, Turns, Waiter, pressing, share_out
 from pdserve.engine.rate import Span, StepCost
 
 LEAST_TOKENS = 8
@@ -43,6 +45,8 @@ class Prompts:
     """What steps take here; whoever runs them tells it."""
     turns: Turns = field(default_factory=Turns)
     computed: int = 0  # tokens of prompts so far
+    clock: Callable[[], float] = time.monotonic
+    """Only asked for prompts with an objective."""
 
     def share(self, prompts: Sequence[P], beside: Sequence[Span], streams: bool) -> list[tuple[P, int]]:
         """The next chunk of each prompt that gets one; takes their turns.
@@ -56,9 +60,21 @@ class Prompts:
             return []
         self.turns.keep(prompt.tenant for prompt in prompts)
         limit = self.limit(prompts, beside) if streams else self.chunk_tokens
-        shares = share_out(prompts, self.turns, limit, min(_BATCH_TOKENS, limit))
+        first = self._pressing(prompts, beside if streams else (), limit)
+        shares = share_out(prompts, self.turns, limit, min(_BATCH_TOKENS, limit), first)
         self.turns.took((prompts[index].tenant, tokens) for index, tokens in shares.reserved.items())
         return [(prompts[index], shares.of(index)) for index in shares.chosen]
+
+    def _pressing(self, prompts: Sequence[P], beside: Sequence[Span], limit: int) -> list[P]:
+        if all(prompt.wanted_by == math.inf for prompt in prompts):
+            return []
+        others_s = self.cost.predict(beside) - self.cost.fixed_s if beside else 0.0  # in each step
+
+        def rest_s(prompt: P) -> float:
+            steps = -(-prompt.remaining // limit)
+            return self.cost.prompt_s(prompt.remaining, prompt.cached, limit) + steps * others_s
+
+        return pressing(prompts, self.clock(), rest_s, self.cost.predict([*beside, (0, limit)]))
 
     def limit(self, prompts: Sequence[Prompt], beside: Iterable[Span]) -> int:
         """Tokens of a step beside streams: the most that are expected to end within `step_s`."""

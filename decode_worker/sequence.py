@@ -112,6 +112,7 @@ class Sequence:
     cache_tokens: int  # largest cache it will need; 0: logits only
     ends_at: float = math.inf  # monotonic seconds: the caller's deadline, or the worker's bound
     arrives_by: float = math.inf  # when its cache must be complete, whatever the number of attempts
+    wanted_by: float = math.inf  # an objective for its first token, of a prompt that is computed here
     deadline: float = math.inf  # of the present step of the handoff, never after the two above
     state: State = State.WAITING
     handoff_id: bytes = b""

@@ -9,6 +9,7 @@ from pdserve.engine.plan import EngineConfig
 from pdserve.errors import not_allowed
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings, check_advertised
+from pdserve.telemetry.settings import TelemetrySettings
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ class DecodeSettings:
     advertise_transfer: str = ""
     """host:port that prefill workers reach the Transfer service by; empty: the address it listens on."""
 
+    metrics_host: str = "127.0.0.1"
+    """Interface of the metrics page; empty: the same as `host`. Anything but loopback needs rpc.allow_plaintext or
+    certificates; with certificates the page is for operators' and routers' alone."""
+
+    metrics_port: int = 0
+    """Port of the metrics page, GET /metrics; 0: any free one; -1: no page."""
+
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Precision, page pool and threads."""
 
@@ -47,6 +55,9 @@ class DecodeSettings:
 
     registry: RegistrySettings = field(default_factory=RegistrySettings)
     """Where the worker announces itself, and the lease it asks for."""
+
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    """Traces and logs; set for all parts under [telemetry]."""
 
     context_limit: int = 0
     """Tokens of prompt and output together; 0: the model's own limit."""
@@ -76,6 +87,10 @@ class DecodeSettings:
     step_ms: float = 100.0
     """Milliseconds that a step should take at most in which streams wait for their next token: prompts that this
     worker computes itself get as many tokens of it as fit, but at least 8. 0: always chunk_tokens."""
+
+    first_token_s: float = 0.0
+    """Seconds within which first tokens are wanted: an objective, not a limit. A prompt that can still make it, and
+    would not behind shorter ones, goes before them. 0: the shortest always goes first."""
 
     max_unread_tokens: int = 256
     """Tokens that wait for a slow reader before its sequence pauses."""
@@ -159,7 +174,11 @@ class DecodeSettings:
         ):
             if not getattr(self, name) > 0:
                 raise not_allowed("decode", name, getattr(self, name), "more than 0 seconds")
+        if not 0 <= self.first_token_s < float("inf"):
+            raise not_allowed("decode", "first_token_s", self.first_token_s, "0 seconds or more")
         if self.grace_s < 0:
             raise not_allowed("decode", "grace_s", self.grace_s, "0 seconds or more")
+        if not -1 <= self.metrics_port < 65536:
+            raise not_allowed("decode", "metrics_port", self.metrics_port, "a port from 0 to 65535, or -1 for no page")
         check_advertised("decode.advertise", self.advertise, self.rpc)
         check_advertised("decode.advertise_transfer", self.advertise_transfer, self.rpc)

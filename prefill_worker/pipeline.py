@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -36,6 +37,7 @@ from pdserve.rpc.background import Background
 from prefill_worker.admission import PrefillRequest, receiver_address
 from prefill_worker.announce import Announcements
 from prefill_worker.handoff import Job, exit_state
+from prefill_worker.metrics import LEASE_ENDED, QUEUE_TIMEOUT, Counted
 from prefill_worker.peers import Peers
 from prefill_worker.scheduler import Prompt, Scheduler, State
 from prefill_worker.sending import SendRate
@@ -75,6 +77,7 @@ class Pipeline:
         )
         self.jobs: dict[Prompt, Job] = {}  # every prompt that waits or holds pages
         self.sending = SendRate()
+        self.counted = Counted()
         self.step_s = 0.0  # the running step's, as expected; 0: none runs
         self.quiet = asyncio.Event()  # no prompt is here
         self.quiet.set()
@@ -83,6 +86,7 @@ class Pipeline:
         self._thread = thread
         self._peers = peers
         self._background = background
+        self._first_token_s = settings.first_token_s
         self._reap_margin_s = 4 * settings.reap_s
         self._submitted = 0  # prompts so far
         self._wake = asyncio.Event()  # the loop has something to look at
@@ -105,6 +109,7 @@ class Pipeline:
             queue_deadline=now + min(deadline_s, request.ticket.ttl_ms / 1000),
             tenant=request.tenant,
             adapter=request.adapter,
+            wanted_by=now + (self._first_token_s or math.inf),
         )
         wait_s = self.predicted_wait_s(len(prompt.ids)) if self.scheduler.cost.known else 1.0
         self.scheduler.submit(prompt, retry_after_ms=max(1, round(1000 * wait_s)))
@@ -139,7 +144,9 @@ class Pipeline:
     def reap(self, now: float) -> None:
         """Ends what took too long. `now` in monotonic seconds."""
         for prompt in self.scheduler.overdue(now):
-            self.end(self.jobs[prompt], State.EXPIRED, _overdue(prompt))
+            error = _overdue(prompt)
+            self.counted.reaped.add(error.reason)
+            self.end(self.jobs[prompt], State.EXPIRED, error)
 
     def pages_freed(self) -> None:
         """Pages that no prompt held are back: those that wait may fit now."""
@@ -165,9 +172,11 @@ class Pipeline:
         try:
             report = await sender.run()
             self.sending.observe(report)
+            self.counted.sent(report, job.logits_bytes)
             state, error = State.RELEASED, None
         except PdserveError as failure:
             state, error = job.ending or (exit_state(failure), failure)
+            self.counted.transfers.add(error.reason)
         finally:
             self.scheduler.drop(job.prompt)
             if report is None:
@@ -179,6 +188,7 @@ class Pipeline:
     def _forget(self, job: Job, error: PdserveError | None, report: SendReport | None) -> None:
         """The prompt has left and its pages are back: log it, answer its caller, look at the queue again."""
         del self.jobs[job.prompt]
+        self.counted.ended.add(job.prompt.state)
         self._background.spawn(self._peers.give_back(job.address), "connections")
         if error is None:
             prompt = job.prompt
@@ -213,6 +223,7 @@ class Pipeline:
         """A prompt left the queue: opens its push, while the next step may compute it already."""
         prompt, request = job.prompt, job.request
         job.admitted = time.monotonic()
+        self.counted.begun(prompt, job.admitted - job.received)
         job.sender = HandoffSender(
             job.transport,
             request.ticket,
@@ -252,7 +263,9 @@ class Pipeline:
             return Internal("the engine failed", reason="ENGINE_FAILED", remedy="see the worker's log", retryable=True)
         finally:
             self._step_ends = self.step_s = 0.0
-        self.scheduler.cost.observe(spans, time.monotonic() - now)
+        took_s = time.monotonic() - now
+        self.scheduler.cost.observe(spans, took_s)
+        self.counted.stepped(sum(count for _, count in spans), took_s)
         return output
 
     def _apply(self, plan: StepPlan, jobs: Sequence[Job], output: StepOutput | PdserveError) -> None:
@@ -269,19 +282,20 @@ class Pipeline:
                 self.end(job, State.FAILED, error)
             else:
                 self.scheduler.commit(prompt)
+                self.counted.prefill_s.observe(job.computed - job.computing)
 
 
 def _overdue(prompt: Prompt) -> DeadlineExceeded:
     if prompt.state is State.QUEUED:
         return DeadlineExceeded(
             "the prompt waited too long for its turn",
-            reason="QUEUE_TIMEOUT",
+            reason=QUEUE_TIMEOUT,
             remedy="send it to another prefill worker, or add one",
             retryable=True,
         )
     return DeadlineExceeded(
         "the handoff did not end within its lease, or its caller's deadline",
-        reason="LEASE_ENDED",
+        reason=LEASE_ENDED,
         remedy="check that the decode worker has free pages, or raise lease_s",
         retryable=True,
     )

@@ -1,4 +1,4 @@
-"""Which prompt computes next, and who holds which pages. Plans only: no torch, no I/O, no clock of its own.
+"""Which prompt computes next, and who holds which pages. Plans only: no torch, no I/O.
 
 The life of one prompt:
 
@@ -28,12 +28,14 @@ Queues:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdserve.engine.blocks import BlockManager, Prefix
-from pdserve.engine.order import RESERVE, Shares, Turns, share_out
+from pdserve.engine.order import RESERVE, Shares, Turns, pressing, share_out
 from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.engine.rate import Span, StepCost
 from pdserve.errors import Exhausted
@@ -63,6 +65,7 @@ class Prompt:
     queue_deadline: float  # latest time to leave the queue: after it the ticket is of no use
     tenant: str = ""
     adapter: bytes | None = None
+    wanted_by: float = math.inf  # monotonic seconds: an objective for its first token
     number: int = 0  # in the order of arrival; `submit` counts
     state: State = State.QUEUED
     pages: tuple[int, ...] = ()
@@ -101,6 +104,8 @@ class Scheduler:
     max_queue: int
     max_running: int
     lease_s: float
+    clock: Callable[[], float] = time.monotonic
+    """Only asked for prompts with an objective."""
     waiting: list[Prompt] = field(default_factory=list)
     running: list[Prompt] = field(default_factory=list)
     turns: Turns = field(default_factory=Turns)
@@ -142,11 +147,11 @@ class Scheduler:
     def plan(self) -> tuple[StepPlan, list[Prompt]]:
         """The next step and the prompts in it, see order.py; both empty when nothing can compute."""
         prompts = self._ready()
-        limit = self.chunk_tokens
-        shares = share_out(prompts, self.turns, limit, self.batch_tokens)
+        limit, first = self.chunk_tokens, self._pressing(prompts)
+        shares = share_out(prompts, self.turns, limit, self.batch_tokens, first)
         while limit > self.batch_tokens and self.cost.predict(_spans(prompts, shares)) > self.step_s:
             limit = max(limit // 2, self.batch_tokens)
-            shares = share_out(prompts, self.turns, limit, self.batch_tokens)
+            shares = share_out(prompts, self.turns, limit, self.batch_tokens, first)
         self.turns.took((prompts[index].tenant, tokens) for index, tokens in shares.reserved.items())
         chosen = [(prompts[index], shares.of(index)) for index in shares.chosen]
         return StepPlan(tuple(self._chunk(prompt, take) for prompt, take in chosen)), [p for p, _ in chosen]
@@ -210,13 +215,23 @@ class Scheduler:
         ready = [p for p in self.running if p.state is State.RUNNING and p.remaining and not p.dropped]
         return sorted(ready, key=lambda p: p.number)
 
+    def _pressing(self, prompts: list[Prompt]) -> list[Prompt]:
+        if all(prompt.wanted_by == math.inf for prompt in prompts):
+            return []
+
+        def rest_s(prompt: Prompt) -> float:
+            return self.cost.prompt_s(prompt.remaining, prompt.done, self.chunk_tokens)
+
+        return pressing(prompts, self.clock(), rest_s, self.cost.predict([(0, self.chunk_tokens)]))
+
     def _next_to_admit(self) -> Prompt | None:
         """A prompt of the queue that has a part of the next step; it has its pages now."""
         lacking = [p for p in self.waiting if p.passed > PASSES * len(p.ids)]
         candidates = lacking[:1] or self.waiting
         while candidates := [p for p in candidates if p.lacked_at != self.blocks.changes]:
             prompts = sorted((*self._ready(), *candidates), key=lambda p: p.number)
-            shares = share_out(prompts, self.turns, self.chunk_tokens, self.batch_tokens)
+            first = self._pressing(prompts)
+            shares = share_out(prompts, self.turns, self.chunk_tokens, self.batch_tokens, first)
             new = [prompts[index] for index in shares.chosen if prompts[index].state is State.QUEUED]
             if not new:
                 return None

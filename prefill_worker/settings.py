@@ -9,6 +9,7 @@ from pdserve.engine.plan import EngineConfig
 from pdserve.errors import not_allowed
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings, check_advertised
+from pdserve.telemetry.settings import TelemetrySettings
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,13 @@ class PrefillSettings:
     advertise: str = ""
     """host:port that others reach this worker by; empty: the address it listens on."""
 
+    metrics_host: str = "127.0.0.1"
+    """Interface of the metrics page; empty: the same as `host`. Anything but loopback needs rpc.allow_plaintext or
+    certificates; with certificates the page is for operators' and routers' alone."""
+
+    metrics_port: int = 0
+    """Port of the metrics page, GET /metrics; 0: any free one; -1: no page."""
+
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Precision, page pool and threads."""
 
@@ -41,6 +49,9 @@ class PrefillSettings:
 
     registry: RegistrySettings = field(default_factory=RegistrySettings)
     """Where the worker announces itself, and the lease it asks for."""
+
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    """Traces and logs; set for all parts under [telemetry]."""
 
     context_limit: int = 0
     """Tokens of the longest prompt served; 0: the model's own limit."""
@@ -65,6 +76,10 @@ class PrefillSettings:
     step_ms: float = 500.0
     """Milliseconds that one engine step should take at most. Far into a long prompt, or on a slow machine, steps get
     fewer tokens, by halves, but not fewer than batch_tokens."""
+
+    first_token_s: float = 0.0
+    """Seconds within which first tokens are wanted: an objective, not a limit. A prompt that can still make it, and
+    would not behind shorter ones, goes before them. 0: the shortest always goes first."""
 
     shared_memory: str = "auto"
     """Offers payloads in shared memory to decode workers on this machine, if both agree; off: they
@@ -121,6 +136,10 @@ class PrefillSettings:
                 raise not_allowed("prefill", name, getattr(self, name), "more than 0 seconds")
         if not self.step_ms > 0:
             raise not_allowed("prefill", "step_ms", self.step_ms, "more than 0 milliseconds")
+        if not 0 <= self.first_token_s < float("inf"):
+            raise not_allowed("prefill", "first_token_s", self.first_token_s, "0 seconds or more")
         if self.grace_s < 0:
             raise not_allowed("prefill", "grace_s", self.grace_s, "0 seconds or more")
+        if not -1 <= self.metrics_port < 65536:
+            raise not_allowed("prefill", "metrics_port", self.metrics_port, "a port from 0 to 65535, or -1 for no page")
         check_advertised("prefill.advertise", self.advertise, self.rpc)

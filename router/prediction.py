@@ -1,6 +1,6 @@
 """When a prompt's first token would come, by a handoff and computed at the decode worker. Pure.
 
-    by handoff   wait for the prefill worker + its prefill + what of the transfer it does not hide + a decode step
+    by handoff   wait for the prefill worker + its prefill + what of the transfer it does not hide + half a decode step
     at decode    wait for the prompts there + prefill beside the streams there
 
 in seconds, from what workers measure and publish. The choice adds to both what they cost others, in seconds of a
@@ -121,7 +121,7 @@ def by_handoff(prefill: Site, decode: Site, tokens: int, bytes_per_token: int) -
     travelling = (tokens - decode.held) * bytes_per_token
     tail = min(tokens - decode.held, _TAIL_TOKENS) * bytes_per_token
     transfer_s = max(travelling / bandwidth - compute_s, tail / bandwidth)
-    first_s = wait_s + compute_s + transfer_s + decode.load.decode_step_ms / 1000
+    first_s = wait_s + compute_s + transfer_s + max(decode.load.decode_step_ms / 2000, decode.running_s)
     return Forecast(first_s, alone_s * prefill.longer(tokens), measured=load.prefill_tokens_per_s > 0)
 
 

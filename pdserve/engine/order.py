@@ -4,6 +4,9 @@
 would weigh is filled up with the next shortest ones, in whole or in part, to `batch_tokens` and no further: what
 rides along makes those who are about to finish wait.
 
+*Objective.* Where first tokens are wanted within a time (`wanted_by`), a prompt that can still make it and would not
+after one more step of others goes before the shortest. One that is too late gains nothing by going first, and does not.
+
 *Ageing.* Of every step a quarter (1 / RESERVE) is set aside, beyond what went to the shortest, for those who have
 waited longest: the tenants in turn, each with its oldest prompt. Turns are counted in tokens: first comes the tenant
 that got fewest, and a tenant that comes anew begins with those who got most, so that nobody gains by coming and going.
@@ -15,18 +18,20 @@ this worker computes at most
     RESERVE * k * (W + n)  +  (k + 1) * (chunk_tokens + RESERVE)
 
 tokens before the prompt is computed too, itself included, provided that it finds its pages (see scheduler.py).
-For: each step of T tokens gives at least T / RESERVE to turns; turns are within one step's quarter of each other, so
+For: each step of T tokens, whoever it belongs to, gives at least T / RESERVE to turns; turns are within one step's quarter of each other, so
 the tenant has at least a k-th of them; among its prompts the oldest come first. The last term is the step that runs
 when the prompt arrives, the step in which it ends, and the rounding of turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 RESERVE = 4
+_OPTIMISM = 0.9  # a prompt is too late when even a tenth less than predicted would be
 
 
 class Waiter(Protocol):
@@ -39,6 +44,11 @@ class Waiter(Protocol):
         """Tokens that are not computed, at least 1."""
         ...
 
+    @property
+    def wanted_by(self) -> float:
+        """Monotonic seconds at which its first token is wanted; infinite: no such objective."""
+        ...
+
 
 W = TypeVar("W", bound=Waiter)
 
@@ -46,6 +56,23 @@ W = TypeVar("W", bound=Waiter)
 def delay_bound(older_tokens: int, tokens: int, tenants: int, chunk_tokens: int) -> int:
     """The bound of this module's docstring, in tokens computed from arrival to the prompt's end."""
     return RESERVE * tenants * (older_tokens + tokens) + (tenants + 1) * (chunk_tokens + RESERVE)
+
+
+def pressing(prompts: Iterable[W], now: float, rest_s: Callable[[W], float], step_s: float) -> list[W]:
+    """Those that go before the shortest, earliest objective first.
+
+    Args:
+        now: monotonic seconds.
+        rest_s: seconds that the rest of a prompt takes when it has all steps to itself.
+        step_s: seconds of one step of others.
+    """
+    found = []
+    for prompt in prompts:
+        if prompt.wanted_by < math.inf:
+            rest = rest_s(prompt)
+            if now + rest * _OPTIMISM <= prompt.wanted_by < now + rest + step_s:
+                found.append(prompt)
+    return sorted(found, key=lambda p: p.wanted_by)
 
 
 @dataclass
@@ -88,19 +115,23 @@ class Shares:
         return sorted(self.shortest.keys() | self.reserved.keys())
 
 
-def share_out(prompts: Sequence[Waiter], turns: Turns, chunk_tokens: int, batch_tokens: int) -> Shares:
+def share_out(
+    prompts: Sequence[Waiter], turns: Turns, chunk_tokens: int, batch_tokens: int, first: Sequence[Waiter] = ()
+) -> Shares:
     """Tokens of the next step.
 
     Args:
         prompts: whoever can compute, oldest first.
         chunk_tokens: of the whole step at most; at least RESERVE.
         batch_tokens: up to which a step of short prompts is filled.
+        first: of `prompts`, those that go before the shortest, in this order.
     """
+    rank = {id(prompt): number for number, prompt in enumerate(first)}
     position = {id(prompt): index for index, prompt in enumerate(prompts)}
     free = chunk_tokens * (RESERVE - 1) // RESERVE
     shortest: dict[int, int] = {}
     taken = 0
-    for prompt in sorted(prompts, key=lambda p: p.remaining):  # equal ones stay in their order
+    for prompt in sorted(prompts, key=lambda p: (rank.get(id(p), len(rank)), p.remaining)):  # equal ones as they are
         room = (min(batch_tokens, free) if taken else free) - taken
         if room <= 0:
             break

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.blocks import BlockManager, Prefix
-from pdserve.engine.order import Turns, delay_bound, share_out
+from pdserve.engine.order import Turns, delay_bound, pressing, share_out
 from prefill_worker.scheduler import Prompt, Scheduler, State
 
 
@@ -33,11 +33,14 @@ class Worker:
             max_queue=100,
             max_running=100,
             lease_s=10.0,
+            clock=lambda: float(self.computed),  # a token takes a second
         )
+        self.scheduler.cost.observe([(0, 1)], 1.0)
 
-    def submit(self, owner: str, length: int, tenant: str = "") -> None:
+    def submit(self, owner: str, length: int, tenant: str = "", wanted_by: float = math.inf) -> None:
         ids = tuple(range(length))
-        self.scheduler.submit(Prompt(owner, ids, Prefix(owner.encode(), ids, 4), 100.0, 100.0, tenant))
+        prefix = Prefix(owner.encode(), ids, 4)
+        self.scheduler.submit(Prompt(owner, ids, prefix, 100.0, 100.0, tenant, wanted_by=wanted_by))
 
     def step(self) -> dict[str, int]:
         """Tokens per prompt."""
@@ -115,6 +118,31 @@ def test_a_tenant_that_comes_anew_begins_behind_those_that_are_here() -> None:
     assert turns.had["a"] == 7  # leaving and coming back is no way to the front
 
 
+def test_who_would_be_late_after_another_step_goes_first_and_who_is_late_already_does_not() -> None:
+    worker = Worker()
+    worker.submit("long", 40, wanted_by=45.0)
+    worker.submit("short", 8)
+    steps = [{"long": 16}, {"long": 16}, {"long": 8, "short": 3}, {"short": 5}]
+    assert worker.rest() == steps  # ended after 43 tokens; with "short" first it would be 48
+    worker = Worker()
+    worker.submit("late", 40, wanted_by=30.0)
+    worker.submit("short", 8)
+    assert worker.step() == {"short": 8, "late": 3}  # as if it had no objective
+    worker = Worker()
+    worker.submit("patient", 40, wanted_by=80.0)
+    worker.submit("short", 8)
+    assert worker.step() == {"short": 8, "patient": 3}
+
+
+def test_of_several_that_press_the_earliest_objective_comes_first() -> None:
+    prompts = [
+        Prompt(str(n), (1,) * 10, Prefix(b"", (), 4), 0.0, 0.0, wanted_by=by) for n, by in enumerate((21, 19, 99))
+    ]
+    found = pressing(prompts, 8.0, lambda prompt: prompt.remaining, 5.0)
+    assert [prompt.owner for prompt in found] == ["1", "0"]
+    assert pressing(prompts, 12.5, lambda prompt: prompt.remaining, 5.0) == []  # too late for two, early for one
+
+
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=8),
     chunk=st.integers(4, 40),
@@ -144,18 +172,21 @@ LONG = "long"
 def test_nobody_waits_for_longer_than_the_bound_whoever_else_comes(
     data: st.DataObject, chunk: int, tenants: int, tokens: int
 ) -> None:
-    """Others come before every step as long as the prompt is here, of its own tenant and of others, of any length."""
+    """Others come before every step as long as the prompt is here, of its own tenant and of others, of any length
+    and with any objective.
+    """
     worker = Worker(chunk_tokens=chunk, batch_tokens=min(8, chunk))
     names = [f"tenant{n}" for n in range(tenants)]
-    flood = st.lists(st.tuples(st.integers(1, 60), st.sampled_from(names)), max_size=3)
+    wishes = st.one_of(st.just(math.inf), st.floats(0, 200))  # seconds, for the first token
+    flood = st.lists(st.tuples(st.integers(1, 60), st.sampled_from(names), wishes), max_size=3)
     count = 0
 
     def arrive() -> None:
         nonlocal count
-        for length, tenant in data.draw(flood):
+        for length, tenant, within in data.draw(flood):
             if len(worker.scheduler.waiting) < 90:
                 count += 1
-                worker.submit(str(count), length, tenant)
+                worker.submit(str(count), length, tenant, worker.computed + within)
 
     for _ in range(data.draw(st.integers(0, 4))):
         arrive()

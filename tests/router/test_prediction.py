@@ -42,7 +42,7 @@ def test_a_prompt_waits_for_the_shorter_ones_and_a_third_more() -> None:
     assert ahead(100, (300, 600), 600) == 100  # most of it is computed already
 
 
-def test_a_handoff_takes_its_wait_its_prefill_what_transfer_is_left_and_a_decode_step() -> None:
+def test_a_handoff_takes_its_wait_its_prefill_what_transfer_is_left_and_half_a_decode_step() -> None:
     idle, busy = Site(P, ()), Site(replace(P, queued_tokens=300), (300,))
     assert by_handoff(idle, Site(D, ()), 500, 1000).first_token_s == pytest.approx(0.5 + 0.256)
     assert by_handoff(idle, Site(D, ()), 500, 4000).first_token_s == pytest.approx(0.5 + 1.5)  # slower than the prefill
@@ -51,7 +51,9 @@ def test_a_handoff_takes_its_wait_its_prefill_what_transfer_is_left_and_a_decode
         0.2 * 4 / 3 + 0.2
     )  # the others share
     assert by_handoff(replace(idle, held=400), Site(D, (), 490), 500, 1000).first_token_s == pytest.approx(0.1 + 0.01)
-    assert by_handoff(idle, Site(BUSY, ()), 500, 1000).first_token_s == pytest.approx(0.5 + 0.256 + 0.04)
+    assert by_handoff(idle, Site(BUSY, ()), 500, 1000).first_token_s == pytest.approx(0.5 + 0.256 + 0.02)
+    slow = replace(BUSY, step_ms=90)  # a prompt is computed beside the streams
+    assert by_handoff(idle, Site(slow, ()), 500, 1000).first_token_s == pytest.approx(0.5 + 0.256 + 0.045)
     assert by_handoff(idle, Site(replace(D, waiting=8), ()), 500, 1).first_token_s == float("inf")
 
 
