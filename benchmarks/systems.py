@@ -40,15 +40,24 @@ class NotAvailable(Exception):
 
 
 class Processes:
-    """Child processes, and a folder with their logs. Whoever makes one calls `stop`."""
+    """Child processes, and a folder with their logs. Whoever makes one calls `stop`.
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-benchmark-")
+    Args:
+        logs: is kept; None: a folder that goes with them.
+    """
+
+    def __init__(self, logs: Path | None = None) -> None:
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if logs is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="pdserve-benchmark-")
+            logs = Path(self._temporary.name)
+        self.folder = logs
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._running: list[tuple[str, asyncio.subprocess.Process]] = []
 
-    @property
-    def folder(self) -> Path:
-        return Path(self._folder.name)
+    def names(self) -> tuple[str, ...]:
+        """Those that have not ended."""
+        return tuple(name for name, process in self._running if process.returncode is None)
 
     def printed(self, name: str) -> str:
         """All that a process has printed so far."""
@@ -93,9 +102,27 @@ class Processes:
         """Processor time of each process so far, its children included."""
         return {name: _cpu_seconds(process.pid) for name, process in self._running}
 
+    def pid(self, name: str) -> int:
+        return self._process(name).pid
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """To the process and all that it started."""
+        _signal(self.pid(name), number)
+
+    async def ended(self, name: str) -> int:
+        """Waits until a process has ended, and keeps nothing of it but its log. Returns its status."""
+        process = self._process(name)
+        status = await process.wait()
+        self._running.remove((name, process))
+        return status
+
+    def _process(self, name: str) -> asyncio.subprocess.Process:
+        return next(process for known, process in self._running if known == name)
+
     async def stop(self) -> None:
         for _, process in self._running:
             _signal(process.pid, signal.SIGTERM)
+            _signal(process.pid, signal.SIGCONT)
         for _, process in self._running:
             try:
                 async with asyncio.timeout(STOP_S):
@@ -104,7 +131,8 @@ class Processes:
                 _signal(process.pid, signal.SIGKILL)
                 await process.wait()
         self._running.clear()
-        self._folder.cleanup()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What travels on one Push stream, as plain values. `push.py` turns them into bytes and back.
 
-sender    PushOpening, PackedFrames*, Logits, Commit
+sender    PushOpening, (PackedFrames | Queued)*, Logits, Commit
 receiver  Grant, Release*, Ack
 """
 
@@ -23,6 +23,7 @@ class SharedMemory:
     pid: int
     fd: int
     size: int  # bytes
+    entries: int = 0  # of its queue, see shared_queue.py; 0: there is none
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,13 @@ class SharedFrames:
 
 
 @dataclass(frozen=True)
+class Queued:
+    """The first `frames` frames of the stream stand in the queue in shared memory."""
+
+    frames: int
+
+
+@dataclass(frozen=True)
 class PackedFrames:
     """One message with consecutive frames, in the form its transport sends."""
 
@@ -128,6 +136,7 @@ class Grant:
     max_payload_bytes: int
     shared: bool = False  # the offered memory will be read
     max_frames: int = 1  # in one message
+    queue: bool = False  # frames come through the offered memory's queue, and in no other way
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,6 @@ class Ack:
     payload_bytes: int
 
 
-Request = PushOpening | Frame | Frames | SharedFrames | Logits | Commit
-Outgoing = PushOpening | PackedFrames | Logits | Commit
+Request = PushOpening | Frame | Frames | SharedFrames | Queued | Logits | Commit
+Outgoing = PushOpening | PackedFrames | Queued | Logits | Commit
 Response = Grant | Release | Ack

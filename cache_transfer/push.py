@@ -23,6 +23,7 @@ from cache_transfer.messages import (
     Outgoing,
     PackedFrames,
     PushOpening,
+    Queued,
     Release,
     Request,
     Response,
@@ -44,7 +45,7 @@ from pdserve.v1 import transfer_pb2 as pb
 _FRAME_TAG, _FRAMES_TAG = 2 << 3 | 2, 6 << 3 | 2
 _ONE_OF_FRAMES_TAG = 1 << 3 | 2
 _FIELD_TAGS = (1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)  # Frame.header, payload, digest
-_ONEOF = {1 << 3 | 2: "open", 3 << 3 | 2: "logits", 4 << 3 | 2: "commit", 5 << 3 | 2: "shared"}
+_ONEOF = {number << 3 | 2: name for number, name in ((1, "open"), (3, "logits"), (4, "commit"), (5, "shared"), (7, "queued"))}
 _MAX_VARINT_BYTES = 5
 _SMALL_BYTES = 64 << 10  # the contract of a larger opening is read anew each time
 
@@ -95,9 +96,12 @@ def encode_request(message: Outgoing) -> bytes:
         case PackedFrames(data=bytes() as data):
             return data
         case PackedFrames(data=SharedFrames() as shared):
-            return pb.PushRequest(shared=_shared_to_proto(shared)).SerializeToString()
+            frames = pb.SharedFrames(frames=[_shared_frame_to_proto(each) for each in shared.frames])
+            return pb.PushRequest(shared=frames).SerializeToString()
         case PushOpening():
             return pb.PushRequest(open=_opening_to_proto(message)).SerializeToString()
+        case Queued():
+            return pb.PushRequest(queued=pb.Queued(frames=message.frames)).SerializeToString()
         case Logits():
             logits = pb.Logits(dtype=message.dtype, data=message.data, position=message.position, digest=message.digest)
             return pb.PushRequest(logits=logits).SerializeToString()
@@ -122,7 +126,7 @@ def decode_request(data: bytes) -> Request:
         return decode_frames(data)
     name = _ONEOF.get(data[0]) if data else None
     if name is None:
-        raise _malformed("neither open, frame, frames, logits, commit nor shared")
+        raise _malformed("neither open, frame, frames, logits, commit, shared nor queued")
     try:
         request = pb.PushRequest.FromString(data)
     except DecodeError:
@@ -133,6 +137,8 @@ def decode_request(data: bytes) -> Request:
         return _opening_from_proto(request.open, small=len(data) <= _SMALL_BYTES)
     if request.HasField("shared"):
         return _shared_from_proto(request.shared)
+    if request.HasField("queued"):
+        return Queued(request.queued.frames)
     if request.HasField("logits"):
         logits = request.logits
         return Logits(logits.dtype, logits.data, logits.position, _digest("logits", logits.digest))
@@ -148,6 +154,7 @@ def encode_response(message: Response) -> bytes:
             max_payload_bytes=message.max_payload_bytes,
             shared=message.shared,
             max_frames=message.max_frames,
+            queue=message.queue,
         )
         return pb.PushResponse(grant=grant).SerializeToString()
     if isinstance(message, Release):
@@ -164,7 +171,8 @@ def decode_response(data: bytes) -> Response:
         raise _malformed("the answer is not protobuf") from None
     if response.HasField("grant"):
         grant = response.grant
-        return Grant(grant.start, grant.end, grant.max_payload_bytes, grant.shared, max(1, grant.max_frames))
+        together = max(1, grant.max_frames)
+        return Grant(grant.start, grant.end, grant.max_payload_bytes, grant.shared, together, grant.queue)
     if response.HasField("release"):
         return Release(response.release.frames)
     if response.HasField("ack"):
@@ -201,25 +209,39 @@ def _opening_from_proto(proto: pb.PushOpen, *, small: bool) -> PushOpening:
         kv_dtype=proto.kv_dtype,
         logits_only=proto.logits_only,
         integrity=proto.integrity,
-        shared=SharedMemory(proto.shared.pid, proto.shared.fd, proto.shared.size) if proto.HasField("shared") else None,
+        shared=_memory_from_proto(proto.shared) if proto.HasField("shared") else None,
     )
 
 
-def _shared_to_proto(message: SharedFrames) -> pb.SharedFrames:
-    return pb.SharedFrames(
-        frames=[
-            pb.SharedFrame(header=each.header, offset=each.offset, size=each.size, digest=each.digest)
-            for each in message.frames
-        ]
-    )
+def _memory_from_proto(proto: pb.SharedMemory) -> SharedMemory:
+    return SharedMemory(proto.pid, proto.fd, proto.size, proto.entries)
+
+
+def encode_shared_frame(frame: SharedFrame) -> bytes:
+    """The bytes of one SharedFrame, as a queue in shared memory holds them."""
+    return _shared_frame_to_proto(frame).SerializeToString()
+
+
+def decode_shared_frame(data: bytes) -> SharedFrame:
+    """Raises InvalidRequest (MALFORMED_MESSAGE)."""
+    try:
+        return _shared_frame_from_proto(pb.SharedFrame.FromString(data))
+    except DecodeError:
+        raise _malformed("an entry of the queue is not protobuf") from None
+
+
+def _shared_frame_to_proto(frame: SharedFrame) -> pb.SharedFrame:
+    return pb.SharedFrame(header=frame.header, offset=frame.offset, size=frame.size, digest=frame.digest)
+
+
+def _shared_frame_from_proto(proto: pb.SharedFrame) -> SharedFrame:
+    return SharedFrame(proto.header, proto.offset, proto.size, _digest("shared", proto.digest))
 
 
 def _shared_from_proto(proto: pb.SharedFrames) -> SharedFrames:
     if not proto.frames:
         raise _malformed("shared without frames")
-    return SharedFrames(
-        tuple(SharedFrame(each.header, each.offset, each.size, _digest("shared", each.digest)) for each in proto.frames)
-    )
+    return SharedFrames(tuple(_shared_frame_from_proto(each) for each in proto.frames))
 
 
 def _digest(name: str, value: bytes) -> bytes:

@@ -17,6 +17,7 @@ from cache_transfer.pages import PageSink, Range
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
 from cache_transfer.tickets import Claim, TicketBook
 from decode_worker.admission import expected_identity
+from decode_worker.metrics import Counted
 from decode_worker.scheduler import Scheduler
 from decode_worker.sequence import HANDOFF, FirstLogits, Sequence, State
 from decode_worker.settings import DecodeSettings
@@ -42,6 +43,7 @@ class Handoffs:
         cache: PagedCache,
         settings: DecodeSettings,
         changed: Callable[[], None],
+        counted: Counted | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # Tickets name the Transfer listeners, which are known only once the server is bound.
@@ -58,6 +60,7 @@ class Handoffs:
         self._cache = cache
         self._settings = settings
         self._changed = changed
+        self._counted = counted or Counted()
         self._clock = clock
         self._sequences: dict[bytes, Sequence] = {}
         self.verified_count = 0
@@ -137,11 +140,13 @@ class Handoffs:
         sequence.first = FirstLogits(logits.dtype, bytes(logits.data))
         self.on_verified(sequence.key, logits)
         self.verified_count += 1
+        self._counted.received(report, len(logits.data))
         self._scheduler.join(sequence)
         self._changed()
 
     def aborted(self, claim: Claim, error: PdserveError) -> None:
         """The attempt is over and its writers have drained: its pages go back, a retry may follow."""
+        self._counted.transfers.add(error.reason)
         sequence = self._sequences.get(claim.handoff_id)
         if sequence is None or sequence.state not in HANDOFF:
             return

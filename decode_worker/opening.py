@@ -10,7 +10,7 @@ from decode_worker.generation import Generation
 from decode_worker.grammar import Grammars
 from decode_worker.sequence import Sequence, State
 from decode_worker.stream import EventStream
-from pdserve.engine.blocks import Prefix
+from pdserve.engine.prefix import Prefix
 from pdserve.request import SamplingParams
 from pdserve.tokenizer import Tokenizer
 

@@ -1,9 +1,10 @@
 """Prompts that this worker computes itself: how many tokens of which in the next step. No torch.
 
 Among prompts the order is that of the prefill workers (pdserve/engine/order.py): shortest remaining first, but for
-those that an objective presses, with a quarter of each step for those who wait longest. How many tokens they get together depends on who else computes:
-beside streams as many as let the step end within `step_s`, by what steps have cost so far; without any, all that
-`chunk_tokens` allows. A step always has LEAST_TOKENS for prompts, or they would wait for streams without end.
+those that an objective presses, with a quarter of each step for those who wait longest. How many tokens they get
+together depends on who else computes: beside streams as many as let the step end within `step_s`, by what steps have
+cost so far; without any, all that `chunk_tokens` allows. A step always has LEAST_TOKENS for prompts, or they would wait
+for streams without end.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from cache_transfer.contract import HandoffIdentity
 from decode_worker.admission import DecodeRequest
 from decode_worker.generation import Generation
 from decode_worker.stream import EventStream
-from pdserve.engine.blocks import Prefix
+from pdserve.engine.prefix import Prefix
 from pdserve.errors import Internal, PdserveError
 from pdserve.rpc.events import Finish
 

@@ -1,7 +1,8 @@
 """One decode step: what the scheduler wants, and what the engine's thread makes of it.
 
 Tokens whose logits came with the handoff are sampled by the same call as those that the
-model computes, in a step before it (planning.py). Runs in the engine's thread; reads samplers, changes nothing but pages.
+model computes, in a step before it (planning.py). Runs in the engine's thread; reads
+samplers, changes nothing but pages.
 """
 
 from __future__ import annotations

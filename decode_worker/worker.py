@@ -18,6 +18,7 @@ from cache_transfer.service import register as register_transfer
 from cache_transfer.shared import endpoints_of
 from decode_worker import service
 from decode_worker.admission import Admission, DecodeRequest, Limits
+from decode_worker.metrics import DecodeCollector
 from decode_worker.pipeline import Pipeline
 from decode_worker.sequence import Sequence, State
 from decode_worker.settings import DecodeSettings
@@ -26,10 +27,12 @@ from pdserve.engine.blocks import BlockManager
 from pdserve.engine.checks import check_tokenizer
 from pdserve.engine.engine import Engine
 from pdserve.engine.loaded import LoadedModel
+from pdserve.engine.native.build import kernels_folder
 from pdserve.engine.runner import EngineThread
 from pdserve.registry.accounts import GRANT, PIN, PREEMPTED, REQUEST, TICKET, Accounts, Stake
 from pdserve.registry.pool_worker import PoolWorker
 from pdserve.registry.records import CHOICES, DECODE, GRAMMAR, Load, Registry
+from pdserve.registry.worker_service import KernelReport
 from pdserve.rpc.server import Server
 from pdserve.tokenizer import Bundle, Tokenizer
 
@@ -99,8 +102,9 @@ class DecodeWorker(PoolWorker):
 
     def submit(self, request: DecodeRequest, deadline_s: float = math.inf) -> tuple[Sequence, Admission, Ticket | None]:
         """See `Pipeline.submit`; raises Unavailable besides, when the worker does not serve."""
-        self.check_serving()
-        return self.pipeline.submit(request, deadline_s)
+        with self.pipeline.counted.refusals.counting():
+            self.check_serving()
+            return self.pipeline.submit(request, deadline_s)
 
     @property
     def transfer_address(self) -> str:
@@ -115,6 +119,13 @@ class DecodeWorker(PoolWorker):
         await self._transfer.stop()
         if wait:
             await asyncio.to_thread(self.pipeline.handoffs.receiver.close)
+
+    def kernels(self) -> KernelReport:
+        counters = self.engine.kernels
+        return KernelReport(counters.state, counters.why, kernels_folder())
+
+    def _collector(self) -> DecodeCollector:
+        return DecodeCollector(self)
 
     def _transfer_endpoints(self) -> tuple[Endpoint, ...]:
         return endpoints_of(self.transfer_address, self.settings.shared_memory)

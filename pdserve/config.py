@@ -8,6 +8,7 @@
     [prefill]    PrefillSettings                 [decode]  DecodeSettings
     [router]     RouterSettings                  [pools]   PoolSettings
     [scaling]    ScalingSettings                 how the pools follow their load
+    [telemetry]  TelemetrySettings               traces and logs of every part
     [[router.tenants]]  Tenant                   who may call, by API key
 
 Each key is documented where its dataclass is. An unknown or mistyped key is a ConfigError
@@ -35,6 +36,7 @@ from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings, TlsSettings
 from pdserve.scaling.plan import Cost, Plan, make_plan
 from pdserve.scaling.settings import ScalingSettings
+from pdserve.telemetry.settings import TelemetrySettings
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from router.tenants import first_key, read_tenants
@@ -99,9 +101,9 @@ class PoolSettings:
     """Logical CPUs that Ray reserves per router that is a Serve deployment."""
 
     ports: str = ""
-    """Ports that replicas may listen on, such as "8500-8599": one per prefill worker, two per decode worker; empty:
-    any free ones. Keep clear of those of Ray's own workers (10002-19999 where `ray start` was told nothing else).
-    Ports named in [prefill] or [decode] come first."""
+    """Ports that replicas may listen on, such as "8500-8599": one per prefill worker, two per decode worker, and one
+    for a metrics page that is not for this machine alone; empty: any free ones. Keep clear of those of Ray's own
+    workers (10002-19999 where `ray start` was told nothing else). Ports named in [prefill] or [decode] come first."""
 
     ray_address: str = ""
     """Ray cluster to join; empty: start a local one, which is stopped at the end."""
@@ -166,7 +168,7 @@ def read_tables(path: str | Path | None) -> Table:
 
 
 def parse_config(tables: Table) -> Config:
-    sections = ("model", "engine", "rpc", "registry", "prefill", "decode", "router", "pools", "scaling")
+    sections = ("model", "engine", "rpc", "registry", "prefill", "decode", "router", "pools", "scaling", "telemetry")
     _refuse_unknown("", tables, sections)
     for name, table in tables.items():
         if not isinstance(table, Mapping):
@@ -175,7 +177,8 @@ def parse_config(tables: Table) -> Config:
     model = _section(ModelSettings, "model", tables.get("model", {}))
     rpc = _rpc(tables.get("rpc", {}))
     registry = _section(RegistrySettings, "registry", tables.get("registry", {}))
-    shared = {"rpc": rpc, "registry": registry}
+    telemetry = _section(TelemetrySettings, "telemetry", tables.get("telemetry", {}))
+    shared = {"rpc": rpc, "registry": registry, "telemetry": telemetry}
     _engine("engine", tables.get("engine", {}))
 
     def worker(cls: type[T], name: str) -> T:

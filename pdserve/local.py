@@ -68,10 +68,17 @@ class LocalRunner:
         bundle: None: ids only, no text and no stop strings.
         chunk_tokens: prompt tokens of one step, over all prompts.
         max_batch: sequences of one step.
+        adapter: digest of the one, loaded into the engine, that all prompts are computed with; None: the base model.
     """
 
     def __init__(
-        self, engine: Engine, bundle: Bundle | None = None, *, chunk_tokens: int = 256, max_batch: int = 32
+        self,
+        engine: Engine,
+        bundle: Bundle | None = None,
+        *,
+        chunk_tokens: int = 256,
+        max_batch: int = 32,
+        adapter: bytes | None = None,
     ) -> None:
         if chunk_tokens < 1 or max_batch < 1:
             raise InvalidRequest("a step needs at least one token and one sequence", field="chunk_tokens")
@@ -83,6 +90,7 @@ class LocalRunner:
         self._grammars = Grammars(self.tokenizer, engine.spec.vocab_size)
         self._chunk_tokens = chunk_tokens
         self._max_batch = max_batch
+        self._adapter = adapter
         check_tokenizer(engine.spec, bundle.vocab_size if bundle else 0)
         eos = set(engine.spec.eos_ids) | set(bundle.eos_ids if bundle else ())
         contract = engine.contract(bundle.digest() if bundle else b"")
@@ -194,7 +202,9 @@ class LocalRunner:
                 budget -= len(ids)
             last = start + len(ids) >= len(sequence.prompt)
             pages = sequence.pages[: self._limits.pages_for(start + len(ids))]
-            chunks.append(Chunk(sequence.owner, tuple(ids), start, pages, "last" if last else "none"))
+            chunks.append(
+                Chunk(sequence.owner, tuple(ids), start, pages, "last" if last else "none", adapter=self._adapter)
+            )
         return StepPlan(tuple(chunks))
 
     def _apply(

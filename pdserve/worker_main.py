@@ -17,8 +17,9 @@ from pdserve.errors import ConfigError
 from pdserve.registry.open import open_registry
 from pdserve.registry.records import Registry
 from pdserve.registry.settings import RegistrySettings
-from pdserve.rpc.process import Service, parser, run, serve
+from pdserve.rpc.process import Service, parser, run, serve, set_up_logs
 from pdserve.rpc.settings import RpcSettings
+from pdserve.telemetry.settings import TelemetrySettings
 from pdserve.tokenizer import Bundle, load_bundle
 
 Flags = Sequence[tuple[str, Callable[[str], Any], str, str]]  # name, type, metavar, help
@@ -63,11 +64,17 @@ class WorkerSettings(Protocol):
     def rpc(self) -> RpcSettings: ...
     @property
     def registry(self) -> RegistrySettings: ...
+    @property
+    def telemetry(self) -> TelemetrySettings: ...
     def check(self) -> None: ...
 
 
+class Worker(Service, Protocol):
+    worker_id: str
+
+
 S = TypeVar("S", bound=WorkerSettings)
-W = TypeVar("W", bound=Service)
+W = TypeVar("W", bound=Worker)
 Build = Callable[[LoadedModel, Bundle | None, S, Registry | None], W]
 
 
@@ -117,9 +124,11 @@ def worker_main(
 
     async def main(stopping: asyncio.Event) -> None:
         settings = _with_flags(section(options.config), options, flags)
+        set_up_logs(options, settings.telemetry, name)
         registry = open_worker_registry(settings)
         try:
             worker = await open_worker(build, settings, registry)
+            set_up_logs(options, settings.telemetry, name, worker.worker_id)
             await serve(worker, lambda: ready(worker), stopping)
         finally:
             if registry is not None:

@@ -26,11 +26,12 @@ from functools import partial
 
 from cache_transfer.contract import WorkerContract, cache_identity
 from cache_transfer.sender import HandoffSender, SendReport
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.blocks import BlockManager
 from pdserve.engine.checks import check_written
 from pdserve.engine.engine import Engine
 from pdserve.engine.handover import SequenceSource
 from pdserve.engine.plan import StepOutput, StepPlan
+from pdserve.engine.prefix import Prefix
 from pdserve.engine.runner import EngineThread
 from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Unavailable
 from pdserve.rpc.background import Background

@@ -34,9 +34,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.blocks import BlockManager
 from pdserve.engine.order import RESERVE, Shares, Turns, pressing, share_out
 from pdserve.engine.plan import Chunk, StepPlan
+from pdserve.engine.prefix import Prefix
 from pdserve.engine.rate import Span, StepCost
 from pdserve.errors import Exhausted
 

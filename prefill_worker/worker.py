@@ -18,16 +18,19 @@ from pdserve.engine.blocks import BlockManager
 from pdserve.engine.checks import check_tokenizer
 from pdserve.engine.engine import Engine
 from pdserve.engine.loaded import LoadedModel
+from pdserve.engine.native.build import kernels_folder
 from pdserve.engine.runner import EngineThread
 from pdserve.errors import Cancelled
 from pdserve.registry.accounts import LEASE, Stake
 from pdserve.registry.pool_worker import PoolWorker
 from pdserve.registry.records import PREFILL, Load, Registry
 from pdserve.registry.trace import TracedRun
+from pdserve.registry.worker_service import KernelReport
 from pdserve.tokenizer import Bundle
 from prefill_worker import service
 from prefill_worker.admission import Limits, PrefillRequest, check_request
 from prefill_worker.handoff import PrefillResult
+from prefill_worker.metrics import PrefillCollector
 from prefill_worker.peers import Peers
 from prefill_worker.pipeline import Pipeline
 from prefill_worker.scheduler import State
@@ -113,9 +116,10 @@ class PrefillWorker(PoolWorker):
             DeadlineExceeded: the call's deadline, the ticket's time in the queue, or the lease.
             PdserveError: whatever the decode worker refused or failed with.
         """
-        self.check_serving()
-        check_request(request, self._limits)
-        job = self.pipeline.submit(request, deadline_s)
+        with self.pipeline.counted.refusals.counting():
+            self.check_serving()
+            check_request(request, self._limits)
+            job = self.pipeline.submit(request, deadline_s)
         try:
             return await asyncio.shield(job.result)
         except asyncio.CancelledError:
@@ -134,6 +138,13 @@ class PrefillWorker(PoolWorker):
 
     async def _close(self, wait: bool) -> None:
         await self._peers.close()
+
+    def kernels(self) -> KernelReport:
+        counters = self.engine.kernels
+        return KernelReport(counters.state, counters.why, kernels_folder())
+
+    def _collector(self) -> PrefillCollector:
+        return PrefillCollector(self)
 
     def _transfer_endpoints(self) -> tuple[Endpoint, ...]:
         return ()

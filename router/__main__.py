@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve.rpc.process import parser, run, serve
+from pdserve.rpc.process import parser, run, serve, set_up_logs
 from router.app import Router
 from router.settings import DISAGGREGATE, RouterSettings
 
@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse.parse_args(arguments)
 
     async def serve_router(stopping: asyncio.Event) -> None:
-        router = Router(_settings(options))
+        settings = _settings(options)
+        set_up_logs(options, settings.telemetry, "router")
+        router = Router(settings)
         await serve(router, lambda: f"router ready: grpc {router.address} http http://{router.http_address}", stopping)
 
     return run("router", options, serve_router)

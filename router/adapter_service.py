@@ -14,13 +14,13 @@ from typing import Any
 
 import grpc
 
-from pdserve.errors import PdserveError, PermissionDenied, Unavailable, shown
+from pdserve.errors import PdserveError, Unavailable, shown
 from pdserve.registry.records import DECODE
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import to_detail
 from pdserve.v1 import adapters_pb2, adapters_pb2_grpc
 from router.adapters import UNKNOWN_ADAPTER
-from router.auth import Authenticator, credentials
+from router.auth import Authenticator, check_operator, credentials
 from router.channels import WorkerChannels
 from router.gate import Member
 from router.pool import Pool
@@ -86,13 +86,7 @@ class RouterAdapterService(adapters_pb2_grpc.AdaptersServicer):
 
     def _check_operator(self, context: Context) -> None:
         tenant = self._authenticator.tenant(credentials(context.invocation_metadata()))
-        if self._settings.tenants and tenant not in self._settings.operators:
-            raise PermissionDenied(
-                f"tenant {shown(tenant)} may not change which adapters are served",
-                reason="NOT_OPERATOR",
-                field="router.operators",
-                remedy="use a key of a tenant that router.operators names",
-            )
+        check_operator(self._settings, tenant, "change which adapters are served")
 
     def _members(self, model: str) -> tuple[Member, ...]:
         members = self._pool.ready(model)

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import ssl
 from collections.abc import Collection
 from dataclasses import replace
+
+from starlette.routing import Route
 
 from pdserve.errors import PdserveError
 from pdserve.registry.memory import MAX_WORKERS, MemoryRegistry
@@ -24,21 +27,30 @@ from pdserve.registry.service import add_registry
 from pdserve.rpc.server import Server
 from pdserve.rpc.settings import Options
 from pdserve.rpc.tls import http_context
+from pdserve.telemetry.traces import Traces
 from router.adapter_service import ADAPTERS, RouterAdapterService, add_adapters
 from router.auth import Authenticator, Doorkeeper
+from router.canary import Canaries
 from router.channels import WorkerChannels
+from router.door import PART
 from router.gate import Gate
 from router.http_protocol import HttpLimits
 from router.http_server import HttpServer
 from router.intake import Intake
+from router.metrics import MetricsPages
 from router.openai_http import OpenAiApi
+from router.operator_pages import OperatorDoor
+from router.operator_service import OPERATOR_SERVICE, OperatorService, add_operator
 from router.orchestrate import Orchestrator
 from router.pool import Pool
 from router.quotas import Quotas
+from router.recent import Recent
 from router.service import GATEWAY, GatewayService, add_gateway
 from router.settings import RouterSettings
 from router.shared_prefixes import PrefixShare
+from router.shared_quotas import QuotaShare
 from router.tokens import BundleCache
+from router.ui_pages import UiPages
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +85,25 @@ class Router:
         self.pool = Pool(self.registry, gate, settings.refresh_s, on_addresses=self._on_snapshot)
         self.bundles = BundleCache(self.channels, settings.max_bundles, settings.rpc.call_timeout_s)
         self.quotas = Quotas(settings.tenants, settings.max_active)
-        self.intake = Intake(self.pool, self.bundles, settings, self.quotas)
-        self.orchestrator = Orchestrator(self.pool, self.channels, settings, self.quotas)
+        self.recent = Recent()
+        self.traces = Traces(settings.telemetry, PART, f"{PART}-{secrets.token_hex(4)}")
+        self.intake = Intake(self.pool, self.bundles, settings, self.quotas, self.recent, self.traces)
+        self.orchestrator = Orchestrator(
+            self.pool, self.channels, settings, self.quotas, recent=self.recent, traces=self.traces
+        )
+        self.canaries = Canaries(self.pool, self.channels, settings)
         self.sharing = self._share()
+        self.quota_sharing = self._share_quotas()
         self.grpc = self._gateway()
-        app = OpenAiApi(self.intake, self.orchestrator, self.pool, settings, self.authenticator).app()
+        self.operators = OperatorDoor(settings, self.authenticator)
+        name = describe_url(settings.registry.url)
+        self.ui = UiPages(self.pool, self.orchestrator, self.recent, settings, name, self.operators)
+        api = OpenAiApi(self.intake, self.orchestrator, self.pool, settings, self.authenticator)
         limits = HttpLimits(settings.http_connections, settings.http_header_s)
         tls = _http_tls(settings)
-        self.http = HttpServer(app, settings.http_interface, settings.http_port, settings.rpc, limits, tls)
+        self.http = HttpServer(
+            api.app(self._operator_pages()), settings.http_interface, settings.http_port, settings.rpc, limits, tls
+        )
 
     @property
     def address(self) -> str:
@@ -97,12 +120,18 @@ class Router:
 
         Raises:
             Unavailable: the registry cannot be reached.
-            ConfigError: a port is in use. Nothing is left running.
+            ConfigError: a port is in use, or traces cannot be exported. Nothing is left running.
         """
+        self.traces.open()
         try:
             await self.pool.start()
             if self.sharing is not None:
                 self.sharing.start()
+            if self.quota_sharing is not None:
+                await (
+                    self.quota_sharing.exchange()
+                )  # what was used before this router started counts from its first request
+                self.quota_sharing.start()
             await self.grpc.start()
             await self._report_ready()
             await self.http.start()
@@ -115,6 +144,7 @@ class Router:
         """Takes no new requests and gives those in flight `grace_s` seconds, then ends them with Unavailable."""
         grace_s = self.settings.grace_s if grace_s is None else grace_s
         self._draining = True
+        self.ui.close()
         if self.grpc.address:
             await self.grpc.set_serving(False)
         ending = asyncio.get_running_loop().call_later(grace_s, self.orchestrator.end)
@@ -135,10 +165,13 @@ class Router:
         await self.pool.stop()
         if self.sharing is not None:
             await self.sharing.stop()
+        if self.quota_sharing is not None:
+            await self.quota_sharing.stop()
         await self.bundles.close()
         await self.channels.close()
         if self._owns_registry:
             await self.registry.close()
+        await self.traces.close()
 
     async def _on_snapshot(self, addresses: Collection[str]) -> None:
         await self.channels.keep_only(addresses)
@@ -155,10 +188,20 @@ class Router:
             return None
         return PrefixShare(self.orchestrator.prefixes, self.registry.board(), self.settings.share_s)
 
+    def _share_quotas(self) -> QuotaShare | None:
+        """None: no other router could be told, or there is nothing to tell."""
+        if not isinstance(self.registry, RedisRegistry) or not self.quotas.limited:
+            return None
+        return QuotaShare(self.quotas, self.registry.latest(), self.settings.share_s)
+
+    def _operator_pages(self) -> list[Route]:
+        """What only operators may see."""
+        return [*self.ui.routes(), *MetricsPages(self).routes()]
+
     def _gateway(self) -> Server:
         settings = self.settings
         name = describe_url(settings.registry.url)
-        doors = [Doorkeeper(self.authenticator, service) for service in (GATEWAY, ADAPTERS)]
+        doors = [Doorkeeper(self.authenticator, service) for service in (GATEWAY, ADAPTERS, OPERATOR_SERVICE)]
         rpc = settings.rpc
         if isinstance(self.registry, MemoryRegistry):  # each worker's heartbeats are one call that lasts
             rpc = replace(rpc, max_concurrent_calls=rpc.max_concurrent_calls + MAX_WORKERS)
@@ -167,6 +210,8 @@ class Router:
         add_gateway(server, gateway)
         adapters = RouterAdapterService(self.pool, self.channels, settings, self.authenticator, self.intake.model)
         add_adapters(server, adapters)
+        operator = OperatorService(self.pool, self.canaries, self.channels, settings, self.authenticator, self.registry)
+        add_operator(server, operator)
         if isinstance(self.registry, MemoryRegistry):
             add_registry(server, self.registry)
         return server

@@ -71,7 +71,7 @@ class Attempts:
                 if isinstance(first, Finish):
                     return await self._stream(first, call, pair, request, None)
                 check_admitted(request, pair, first, self._settings.allow_lossy)
-                account.admitted()
+                account.admitted(first.ticket)
                 if not account.accepted:
                     account.accepted = True
                     seed = request.sampling.seed or 0
@@ -107,7 +107,7 @@ class Attempts:
                 pair, ticket = following, None
                 await call.retry(None)
                 account.attempt(pair)
-                account.admitted()
+                account.admitted(None)
                 break
             # Decode may have had the whole cache before prefill failed: only its own answer tells.
             event = await self._ask_again(call, pair if following is None or following.here else following)
@@ -117,7 +117,7 @@ class Attempts:
                 raise error
             pair, ticket = following, event
             account.attempt(pair)
-            account.admitted()
+            account.admitted(ticket)
         return await self._compute_and_stream(call, pair, request)
 
     async def _compute_and_stream(self, call: DecodeCall, pair: Pair, request: Request) -> Finish:
@@ -205,6 +205,9 @@ class Attempts:
                     if isinstance(event, TokenBatch):
                         check_tokens(event, request, account, pair.decode)
                         account.tokens(event)
+                        if prefill is not None and prefill.done():  # who looks on need not wait for the end
+                            await self._settle(prefill)
+                            prefill = None
                         await self._backlog.put(event)
                     elif isinstance(event, Finish):
                         check_end(event, account, pair.decode)

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from pdserve.errors import Unauthenticated
+from pdserve.errors import PermissionDenied, Unauthenticated, shown
+from pdserve.telemetry.counting import Refusals
 from router.settings import RouterSettings
 from router.tenants import digest_of, known_keys
 
@@ -29,6 +30,8 @@ class Authenticator:
     """Knows the keys, as digests. Raises ConfigError for keys that cannot be read, or that two tenants share."""
 
     def __init__(self, settings: RouterSettings, environment: Mapping[str, str] = os.environ) -> None:
+        self.refusals = Refusals()
+        """Callers who were told no at the doors, for whatever reason."""
         self._everyone = settings.tenant
         self._open = not settings.tenants
         self._known = known_keys(settings.tenants, environment)
@@ -55,6 +58,17 @@ class Authenticator:
         return found[0]
 
 
+def check_operator(settings: RouterSettings, tenant: str, what: str) -> None:
+    """Raises PermissionDenied for a tenant who may not do `what`; without tenants everyone may."""
+    if settings.tenants and tenant not in settings.operators:
+        raise PermissionDenied(
+            f"tenant {shown(tenant)} may not {what}",
+            reason="NOT_OPERATOR",
+            field="router.operators",
+            remedy="use a key of a tenant that router.operators names",
+        )
+
+
 class Doorkeeper(grpc.aio.ServerInterceptor):
     """Refuses calls of one service that bring no good key, before their message is even parsed."""
 
@@ -73,6 +87,7 @@ class Doorkeeper(grpc.aio.ServerInterceptor):
         try:
             self._authenticator.tenant(credentials(handler_call_details.invocation_metadata))
         except Unauthenticated as error:
+            self._authenticator.refusals.count(error)
             return _refusing(handler, error)
         return handler
 

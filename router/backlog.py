@@ -71,6 +71,13 @@ class Backlog:
         self._producer = producer
         self._changed.set()
 
+    def taken(self) -> tuple[Event, ...]:
+        """All that waits, at once: for a reader that comes when the producer is done."""
+        events = tuple(self._events)
+        self._events.clear()
+        self._settle()
+        return events
+
     async def get(self) -> Event | None:
         """The next event; None after the last one. Raises what ended the producer."""
         await self._changed.wait()

@@ -24,6 +24,7 @@ from pdserve.errors import DeadlineExceeded, Exhausted, InvalidRequest, PdserveE
 from router.openai_render import dumps, error_body
 
 MAX_HEADER_BYTES = 64 * 1024  # request line and headers
+CERTIFICATE_NAMES = "pdserve.certificate_names"  # in an ASGI scope: the DNS names of a client's verified certificate
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class BoundedProtocol(H11Protocol):
             transport.abort()
         elif count > self._limits.connections:
             self.app = _full(count)  # whatever it asks
+        elif names := _certificate_names(transport):
+            self.app = _named(self.app, names)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -148,6 +151,19 @@ def _checked(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, send)
 
     return checked
+
+
+def _certificate_names(transport: asyncio.Transport) -> frozenset[str]:
+    """Those of a certificate that TLS has verified; where none is asked for, none."""
+    certificate = transport.get_extra_info("peercert") or {}
+    return frozenset(name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
+
+
+def _named(app: ASGIApp, names: frozenset[str]) -> ASGIApp:
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, CERTIFICATE_NAMES: names}, receive, send)
+
+    return named
 
 
 def _full(count: int) -> ASGIApp:

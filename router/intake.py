@@ -7,23 +7,27 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pdserve.errors import Internal, InvalidRequest, PdserveError, Unavailable
 from pdserve.registry.records import CHOICES
 from pdserve.request import SamplingParams, check_choices, check_token_ids
+from pdserve.telemetry.context import current
+from pdserve.telemetry.traces import OFF, Traces
 from pdserve.tokenizer import Tokenizer
 from router.adapters import named, only_with, version_of
+from router.door import new_id
 from router.gate import Match, Member, Verdict, explain
 from router.placement import check_prompt_length, widest
 from router.planner import able
 from router.pool import Pool
 from router.quotas import Quotas
-from router.record import log_refused
+from router.recent import Recent
+from router.refused import log_refused, trace_refused
 from router.request import Ask, Request, needs, router_full
 from router.room import Room
 from router.settings import RouterSettings
 from router.tokens import BundleCache, encode, holders, unknown_model
+from router.tracing import operation
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,16 @@ class _Reading:
 
 class Intake:
     def __init__(
-        self, pool: Pool, bundles: BundleCache, settings: RouterSettings, quotas: Quotas | None = None
+        self,
+        pool: Pool,
+        bundles: BundleCache,
+        settings: RouterSettings,
+        quotas: Quotas | None = None,
+        recent: Recent | None = None,
+        traces: Traces = OFF,
     ) -> None:
+        self._traces = traces
+        self._recent = recent or Recent()
         self._quotas = quotas or Quotas(settings.tenants, settings.max_active)
         self._pool = pool
         self._bundles = bundles
@@ -64,21 +76,33 @@ class Intake:
         if self._taking >= self._settings.max_active:
             raise router_full(self._taking)
         self._taking += 1
+        received = time.monotonic()
         try:
-            return await self._take(ask, self._tenant(tenant))
+            return await self._take(ask, self._tenant(tenant), received)
         except PdserveError as error:
             log_refused(ask, error)
+            trace_refused(self._traces, ask, tenant or self._settings.tenant, received, error)
+            self._recent.refused(ask, tenant or self._settings.tenant, error)
             raise
         finally:
             self._taking -= 1
+
+    async def take_all(self, asks: Sequence[Ask], tenant: str = "") -> tuple[Request, ...]:
+        """`take` for each, all of them by one version of an adapter. The first that is refused refuses them all."""
+        requests: list[Request] = []
+        name, label = current().request_id or new_id(), current().label
+        for number, ask in enumerate(asks):
+            own = name if len(asks) == 1 else f"{name}-{number}"
+            version = requests[0].adapter_digest if requests else None
+            requests.append(await self.take(replace(ask, version=version, id=own, label=ask.label or label), tenant))
+        return tuple(requests)
 
     def _tenant(self, known: str) -> str:
         if self._settings.tenants and not known:
             raise Internal("a request without a tenant came past the doors", reason="NO_TENANT", field="tenant")
         return known or self._settings.tenant
 
-    async def _take(self, ask: Ask, tenant: str) -> Request:
-        received = time.monotonic()
+    async def _take(self, ask: Ask, tenant: str, received: float) -> Request:
         ask.sampling.check()
         check_choices(ask.n)
         asked = named(self._pool, ask.model, ask.adapter)
@@ -93,7 +117,7 @@ class Intake:
         reading = await self._read(ask, ready, verdict, model)
         timeout_s = min(self._settings.request_timeout_s, ask.timeout_s or float("inf"))
         return Request(
-            id=f"req-{secrets.token_hex(12)}",
+            id=ask.id or new_id(),
             model=model,
             tenant=tenant,
             prompt_ids=reading.prompt_ids,
@@ -109,6 +133,7 @@ class Intake:
             vocab_size=reading.vocab_size,
             tokenizer=reading.tokenizer,
             n=ask.n,
+            operation=operation(ask),
             adapter=asked.adapter,
             adapter_digest=digest,
         )
@@ -131,7 +156,7 @@ class Intake:
         check_prompt_length(len(ids), limit)
         check_token_ids(ids, contract.vocab_size)
         asked = with_defaults(ask, tokenizer)
-        asked = asked if ask.adapt is None else ask.adapt(tokenizer, asked)
+        asked = asked if ask.tools is None else ask.tools.adapt(tokenizer, asked)
         asked.check(contract.vocab_size)
         check_able(matches, needs(asked, ask.n))
         sampling, least = complete(asked, len(ids), limit)
@@ -192,11 +217,7 @@ class Intake:
 
 def with_defaults(ask: Ask, tokenizer: Tokenizer | None) -> SamplingParams:
     """The sampling, with the model's own defaults where the caller left it to them."""
-    stated = {} if tokenizer is None else tokenizer.bundle.sampling
-    taken: dict[str, Any] = {name: value for name, value in stated.items() if name in ask.unset}
-    if "top_k" in taken:
-        taken["top_k"] = int(taken["top_k"])
-    return replace(ask.sampling, **taken) if taken else ask.sampling
+    return ask.sampling if tokenizer is None else tokenizer.bundle.with_defaults(ask.sampling, ask.unset)
 
 
 def check_able(matches: Sequence[Match], needed: frozenset[str]) -> None:

@@ -48,7 +48,7 @@ class Answer(ABC):
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, requests: Sequence[Request], *, wants_usage: bool = False, wants_ids: bool = False) -> None:
+    def __init__(self, requests: Sequence[Request], wants_usage: bool = False, wants_ids: bool = False) -> None:
         outputs = [request for request in requests for _ in range(request.n)]
         self.choices = [Choice(index, request) for index, request in enumerate(outputs)]
         self._requests = requests

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,13 +31,15 @@ from pdserve.errors import (
 from pdserve.request import check_token_ids
 from router.adapters import listed_name, served_names
 from router.auth import HEADER, Authenticator
+from router.door import answer_headers, come_in
 from router.intake import Intake
+from router.merging import merged
 from router.openai_answer import Answer
 from router.openai_chat import ChatAnswer
 from router.openai_json import parse
 from router.openai_render import BODY_TOO_LARGE, Json, dumps, error_body, error_status, model, models
 from router.openai_schema import DetokenizeBody, TokenizeBody, parse_chat, parse_completion
-from router.openai_stream import EventStreamResponse, chunks, following, merged, while_connected
+from router.openai_stream import EventStreamResponse, chunks, following, while_connected
 from router.openai_text import TextAnswer, echo_of
 from router.orchestrate import Orchestrator
 from router.pool import Pool
@@ -69,7 +70,8 @@ class OpenAiApi:
         self._settings = settings
         self._authenticator = authenticator
 
-    def app(self) -> Starlette:
+    def app(self, more: Iterable[Route] = ()) -> Starlette:
+        """The API, and routes of others who want its shape of errors."""
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._known(self.chat_completions), methods=["POST"]),
@@ -80,6 +82,7 @@ class OpenAiApi:
                 Route("/v1/models/{name:path}", self._known(self.get_model)),
                 Route("/healthz", self.healthz),
                 Route("/readyz", self.readyz),
+                *more,
             ],
             exception_handlers={
                 PdserveError: _on_error,
@@ -93,21 +96,20 @@ class OpenAiApi:
         """Asks who is there before anything else; gives the handler the caller's tenant."""
 
         async def handler(http: Request) -> Response:
-            return await serve(http, self._authenticator.tenant(http.headers.getlist(HEADER)))
+            come_in(http.headers.getlist)
+            with self._authenticator.refusals.counting():
+                return await serve(http, self._authenticator.tenant(http.headers.getlist(HEADER)))
 
         return handler
 
     async def chat_completions(self, http: Request, tenant: str) -> Response:
         body = parse_chat(await self._read_body(http))
-        tools = body.tool_use()
+        ask = body.ask()
 
         async def answer_to(requests: Sequence[Checked]) -> Answer:
-            return ChatAnswer(
-                requests, wants_usage=body.wants_usage, wants_ids=bool(body.return_token_ids), tools=tools
-            )
+            return ChatAnswer(requests, body.wants_usage, bool(body.return_token_ids), tools=ask.tools)
 
-        work = self._answer((body.ask(tools),), tenant, bool(body.stream), answer_to)
-        return await while_connected(http.receive, work)
+        return await while_connected(http.receive, self._answer((ask,), tenant, bool(body.stream), answer_to))
 
     async def completions(self, http: Request, tenant: str) -> Response:
         body = parse_completion(await self._read_body(http))
@@ -116,9 +118,7 @@ class OpenAiApi:
         async def answer_to(requests: Sequence[Checked]) -> Answer:
             # Token ids become text again, which takes long for many of them.
             echoes = await asyncio.to_thread(lambda: list(map(echo_of, asks, requests))) if body.echo else ()
-            return TextAnswer(
-                requests, wants_usage=body.wants_usage, wants_ids=bool(body.return_token_ids), echoes=echoes
-            )
+            return TextAnswer(requests, body.wants_usage, bool(body.return_token_ids), echoes=echoes)
 
         return await while_connected(http.receive, self._answer(asks, tenant, bool(body.stream), answer_to))
 
@@ -169,10 +169,7 @@ class OpenAiApi:
 
     async def _answer(self, asks: Sequence[Ask], tenant: str, stream: bool, answer_to: AnswerTo) -> Response:
         """A complete answer, or the beginning of a stream: a failure up to here has a status of its own."""
-        requests: list[Checked] = []
-        for ask in asks:  # all of them by one version of an adapter
-            version = requests[0].adapter_digest if requests else None
-            requests.append(await self._intake.take(replace(ask, version=version), tenant))
+        requests = await self._intake.take_all(asks, tenant)
         answer = await answer_to(requests)
         events = merged([self._orchestrator.generate(request) for request in requests])
         started = False
@@ -211,7 +208,7 @@ class OpenAiApi:
 
 
 def reply(status: int, body: Json, headers: dict[str, str] | None = None) -> Response:
-    return Response(dumps(body), status, headers, media_type="application/json")
+    return Response(dumps(body), status, {**answer_headers(), **(headers or {})}, media_type="application/json")
 
 
 def _error_reply(error: PdserveError, extension: Json | None = None) -> Response:

@@ -11,12 +11,11 @@ from pdserve.request import MAX_LOGPROBS, SamplingParams
 from router.openai_fields import NEUTRAL, CommonBody
 from router.openai_json import MAX_ENTRIES, Strict, parse, refused
 from router.openai_messages import Message, ToolChoice, tool_use
-from router.openai_tools import ToolUse
-from router.request import Ask, ChatPrompt, TextPrompt, TokenPrompt
+from router.prompts import check_echo, check_several, ids_of, prompts_answer, prompts_of
+from router.request import Ask, ChatPrompt, TextPrompt
 
 __all__ = ["MAX_ENTRIES", "ChatCompletionBody", "CompletionBody", "parse_body", "parse_chat", "parse_completion"]
 
-MAX_PROMPTS = 128  # of one body, and choices of all of them together
 _DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
 
 
@@ -33,21 +32,19 @@ class ChatCompletionBody(CommonBody):
     chat_template_kwargs: dict[StrictStr, Any] | None = None
     modalities: tuple[Literal["text"]] | None = None  # that which asks for nothing: many clients send it
 
-    def tool_use(self) -> ToolUse | None:
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-
-    def ask(self, tools: ToolUse | None) -> Ask:
+    def ask(self) -> Ask:
         """Raises InvalidRequest for fields that contradict each other."""
+        tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         sampling = self.sampling(self._max_tokens(), self._logprobs())
-        if tools is not None and sampling.grammar is not None:
-            raise refused("response_format", "it contradicts tools", "leave one out, or set tool_choice to none")
+        if tools is not None:
+            tools.check_grammar(sampling.grammar, "response_format")
         return Ask(
             prompt=self.prompt(tools is not None),
             sampling=sampling,
             model=self.model,
             want_record=self.pdserve_record,
             unset=self.unset,
-            adapt=None if tools is None else tools.adapt,
+            tools=tools,
             n=self.outputs,
         )
 
@@ -75,11 +72,6 @@ class ChatCompletionBody(CommonBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def prompts_answer(given: bool | None, continues: bool) -> bool:
-    """Whether the template's header of an answer comes last: by default, unless the last message goes on."""
-    return not continues if given is None else given
-
-
 class CompletionBody(CommonBody):
     prompt: Any  # a text, a list of texts, token ids, or a list of lists of them: see `prompts`
     best_of: StrictInt | None = None  # only as many as are wanted
@@ -91,17 +83,12 @@ class CompletionBody(CommonBody):
     def asks(self) -> tuple[Ask, ...]:
         """One for each prompt. Raises InvalidRequest for fields that contradict each other."""
         prompts = prompts_of(self.prompt, self.add_special_tokens)
-        if self.echo and self.logprobs is not None:
-            problem = "log probabilities of a prompt are not computed"
-            raise refused("echo", problem, "leave out echo, or logprobs", "PROMPT_LOGPROBS")
+        if self.echo:
+            check_echo(self.logprobs)
         if self.best_of is not None and self.best_of != self.outputs:
             problem = "the best of more answers than are wanted are not looked for"
             raise refused("best_of", problem, "leave it out, or set it to n")
-        if len(prompts) * self.outputs > MAX_PROMPTS:
-            problem = f"{len(prompts)} prompts with n={shown(self.outputs)}"
-            raise refused("n", problem, f"ask for at most {MAX_PROMPTS} choices in one request", "TOO_MANY_CHOICES")
-        if self.pdserve_record and len(prompts) > 1:
-            raise refused("pdserve_record", "there is one for each request", "send one prompt")
+        check_several(len(prompts), self.outputs, self.pdserve_record, "pdserve_record")
         sampling = self._sampling()
         record = self.pdserve_record
         return tuple(
@@ -114,36 +101,6 @@ class CompletionBody(CommonBody):
         if self.max_tokens is None and self.min_tokens is not None:
             max_tokens = max(max_tokens, self.min_tokens)
         return self.sampling(max_tokens, self.logprobs)
-
-
-def prompts_of(value: Any, add_special: bool = True) -> tuple[TextPrompt | TokenPrompt, ...]:
-    """Raises InvalidRequest naming the entry that is neither text nor token ids."""
-    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
-        return (_prompt(value, "prompt", add_special),)
-    if not isinstance(value, list):
-        raise refused("prompt", f"a {type(value).__name__} is no prompt", "send text or token ids")
-    if not value:
-        raise refused("prompt", "the prompt is empty", "send some text", "EMPTY_PROMPT")
-    if len(value) > MAX_PROMPTS:
-        problem = f"there are {len(value)} prompts"
-        raise refused("prompt", problem, f"send at most {MAX_PROMPTS} in one request", "TOO_MANY_PROMPTS")
-    return tuple(_prompt(item, f"prompt[{n}]", add_special) for n, item in enumerate(value))
-
-
-def _prompt(value: Any, where: str, add_special: bool) -> TextPrompt | TokenPrompt:
-    if isinstance(value, str):
-        return TextPrompt(value, add_special)
-    if not isinstance(value, list):
-        raise refused(where, f"a {type(value).__name__} is no prompt", "send text or token ids")
-    return _tokens(value, where)
-
-
-def _tokens(value: list[Any], where: str) -> TokenPrompt:
-    """What is an id of the model is the intake's to know; more than 31 bits never are."""
-    if all(type(item) is int and -(2**31) <= item < 2**31 for item in value):
-        return TokenPrompt(tuple(value))
-    position = next(n for n, item in enumerate(value) if not (type(item) is int and -(2**31) <= item < 2**31))
-    raise refused(f"{where}[{position}]", f"{shown(value[position])} is no token id", "send token ids only")
 
 
 class TokenizeBody(Strict):
@@ -184,7 +141,7 @@ class DetokenizeBody(Strict):
         """Raises InvalidRequest naming the entry that is no token id."""
         if not isinstance(self.tokens, list):
             raise refused("tokens", f"a {type(self.tokens).__name__} is no list of ids", "send token ids")
-        return _tokens(self.tokens, "tokens").ids
+        return ids_of(self.tokens, "tokens")
 
 
 _CHAT_NEUTRAL = NEUTRAL | {"modalities"}

@@ -1,72 +1,26 @@
-"""Events on their way to an HTTP client: several requests' as one series, and server-sent events that end with it."""
+"""Events on their way to an HTTP client, and server-sent events that end with it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.errors import Cancelled, Internal, PdserveError
+from pdserve.errors import Cancelled, PdserveError
 from pdserve.rpc.events import Finish, TokenBatch
-from router.backlog import Event
+from router.door import answer_headers
+from router.merging import Numbered
 from router.openai_answer import Answer
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Numbered = tuple[int, Event]
 Piece = tuple[int, TokenBatch | Finish]
-
-
-async def merged(streams: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenerator[Numbered, None]:
-    """The events of all streams as they come, each with the number of its stream. Raises the first error of one.
-
-    Closing it closes them all. Queue: producers: a task for each stream; consumer: this generator; bound: one event
-    for each stream.
-    """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for event in only:
-                yield 0, event
-        return
-    queue: asyncio.Queue[tuple[int, Event | PdserveError | None]] = asyncio.Queue(len(streams))
-    tasks = [asyncio.create_task(_pump(number, stream, queue)) for number, stream in enumerate(streams)]
-    open_streams = len(streams)
-    try:
-        while open_streams:
-            number, item = await queue.get()
-            if item is None:
-                open_streams -= 1
-            elif isinstance(item, PdserveError):
-                raise item
-            else:
-                yield number, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(
-    number: int, stream: AsyncGenerator[Event, None], queue: asyncio.Queue[tuple[int, Event | PdserveError | None]]
-) -> None:
-    """Puts the stream's events, then None or its error."""
-    try:
-        async with aclosing(stream):
-            async for event in stream:
-                await queue.put((number, event))
-        await queue.put((number, None))
-    except PdserveError as error:
-        await queue.put((number, error))
-    except Exception:
-        log.exception("a stream of tokens broke")
-        await queue.put((number, Internal("the server failed", remedy="see the server's log")))
 
 
 async def following(events: AsyncGenerator[Numbered, None], answer: Answer) -> Piece | None:
@@ -99,10 +53,8 @@ class EventStreamResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, chunks: AsyncGenerator[bytes, None], events: AsyncGenerator[Numbered, None], stall_s: float
-    ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, chunks: AsyncGenerator[bytes, None], events: AsyncGenerator[Any, None], stall_s: float) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **answer_headers()})
         del self.headers["content-length"]
         self._chunks = chunks
         self._events = events

@@ -22,12 +22,11 @@ class TextAnswer(Answer):
     def __init__(
         self,
         requests: Sequence[Request],
-        *,
         wants_usage: bool = False,
         wants_ids: bool = False,
         echoes: Sequence[str] = (),
     ) -> None:
-        super().__init__(requests, wants_usage=wants_usage, wants_ids=wants_ids)
+        super().__init__(requests, wants_usage, wants_ids)
         self._offsets = [_Offset(choice.request.tokenizer) for choice in self.choices]
         texts = [echo for echo, request in zip(echoes, requests, strict=bool(echoes)) for _ in range(request.n)]
         for choice, echo in zip(self.choices, texts, strict=bool(echoes)):

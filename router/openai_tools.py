@@ -27,6 +27,11 @@ class ToolUse:
     def names(self) -> frozenset[str]:
         return frozenset(function["name"] for function in self.functions)
 
+    def check_grammar(self, grammar: Grammar | None, field: str) -> None:
+        """Raises InvalidRequest for an output that has to fit something besides calls; `field` asked for it."""
+        if grammar is not None:
+            raise refused(field, "it contradicts tools", "leave one out, or set tool_choice to none")
+
     def adapt(self, tokenizer: Tokenizer | None, sampling: SamplingParams) -> SamplingParams:
         """The sampling that makes calls readable, and those that have to come come.
 

@@ -24,6 +24,7 @@ from collections.abc import AsyncGenerator
 
 from pdserve.errors import PdserveError
 from pdserve.rpc.events import Finish
+from pdserve.telemetry.traces import OFF, Traces
 from router.attempt import Attempts, failed
 from router.backlog import Backlog, Event, Moved
 from router.channels import WorkerChannels
@@ -33,6 +34,7 @@ from router.planner import Planner
 from router.pool import Pool
 from router.prefixes import PrefixRecord
 from router.quotas import Quotas
+from router.recent import Recent
 from router.record import Account
 from router.request import Request, router_full
 from router.settings import RouterSettings
@@ -49,13 +51,17 @@ class Orchestrator:
         settings: RouterSettings,
         quotas: Quotas | None = None,
         rng: random.Random | None = None,
+        recent: Recent | None = None,
+        traces: Traces = OFF,
     ) -> None:
+        self._traces = traces
         self._pool = pool
         self._channels = channels
         self._settings = settings
         self._quotas = quotas or Quotas(settings.tenants, settings.max_active)
         self._planner = Planner(pool, settings.prefix_blocks, settings.max_attempts, rng or random.Random())
         self.outcomes = Outcomes(settings.disaggregate)
+        self._recent = recent or Recent()
         self._running: set[asyncio.Task[None]] = set()
         self._draining = False
         self._idle = asyncio.Event()
@@ -87,10 +93,11 @@ class Orchestrator:
         Close the generator (`aclosing`) to cancel. Raises at once Exhausted when too many are active, and
         Unavailable after `end`.
         """
-        if self._draining:
-            raise draining()
-        if self.active >= self._settings.max_active:
-            raise router_full(self.active)
+        with self.outcomes.traffic.refusals.counting():
+            if self._draining:
+                raise draining()
+            if self.active >= self._settings.max_active:
+                raise router_full(self.active)
         backlog = Backlog(self._settings.backlog_tokens)
         task = asyncio.create_task(self._run(request, backlog), name=request.id)
         self._running.add(task)
@@ -110,7 +117,8 @@ class Orchestrator:
 
     async def _run(self, request: Request, backlog: Backlog) -> None:
         """A record and one log line, however the request comes out."""
-        account = Account(request, outcomes=self.outcomes)
+        account = Account(request, outcomes=self.outcomes, traces=self._traces)
+        self._recent.begin(account)
         try:
             with self._quotas.running(request) as running:
                 try:
@@ -118,7 +126,9 @@ class Orchestrator:
                 finally:
                     running.output_tokens = account.output_tokens
         except PdserveError as error:
-            account.end(error.reason)
+            account.end(error.reason, error)
+            if not account.attempts:
+                self.outcomes.traffic.refused(request, error)
             if request.want_record:
                 backlog.add(account.record())
             raise
@@ -126,7 +136,10 @@ class Orchestrator:
             account.end("CANCELLED")
             raise
         finally:
-            account.log()
+            account.close()
+            took_s = account.ended_at - request.received
+            self.outcomes.traffic.ended(request, account.outcome, account.output_tokens, took_s)
+            self._recent.end(account)
 
     async def _in_time(self, account: Account, backlog: Backlog) -> None:
         """Turns the end of the deadline, and of this router, into errors."""

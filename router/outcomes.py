@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from router.gate import Pair
 from router.settings import ALWAYS, AUTO
+from router.traffic import Traffic
 
 BOUNDS = (0.5, 0.8, 1.25, 2.0)
 """Of the time to the first token over the predicted one; equal steps up and down."""
@@ -14,7 +15,7 @@ BOUNDS = (0.5, 0.8, 1.25, 2.0)
 
 @dataclass
 class Outcomes:
-    """Fields as in the wire schema's PlacementCounts. Belongs to one event loop."""
+    """Fields as in the wire schema's PlacementCounts; `traffic`: what else is counted. Belongs to one event loop."""
 
     disaggregate: str = ALWAYS
     handed_over: int = 0
@@ -22,6 +23,8 @@ class Outcomes:
     fallbacks: int = 0
     cheaper: int = 0
     ratios: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    ratio_sum: float = 0.0
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def predictions(self) -> int:
@@ -41,4 +44,6 @@ class Outcomes:
     def first_token(self, pair: Pair, seconds: float) -> None:
         """It came so long after the pair was chosen. Guesses do not count."""
         if pair.choice.measured and pair.predicted_s > 0:
-            self.ratios[bisect_left(BOUNDS, seconds / pair.predicted_s)] += 1
+            ratio = seconds / pair.predicted_s
+            self.ratios[bisect_left(BOUNDS, ratio)] += 1
+            self.ratio_sum += ratio

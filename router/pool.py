@@ -136,6 +136,11 @@ class Pool:
         """Everyone known, in whatever state, by worker id."""
         return tuple(self._members.values())
 
+    @property
+    def snapshot_age_s(self) -> float:
+        """Seconds since the registry was last heard."""
+        return self._clock() - self._refreshed_at
+
     def models(self) -> dict[str, int]:
         """Served model names and when this router first saw them, in Unix seconds."""
         return dict(self._models)
@@ -149,7 +154,7 @@ class Pool:
         return self._ready[model]
 
     def is_ready(self, member: Member) -> bool:
-        return member.record.state == READY and not self._is_suspect(member)
+        return member.record.state == READY and not self.is_suspect(member)
 
     def verdict(self, model: str) -> Verdict:
         """The gate's word on the ready workers of a model; asked once for each state of the pool."""
@@ -269,7 +274,8 @@ class Pool:
         """When the worker last renewed; infinity for one that is gone, so that nothing waits for its report."""
         return self._renewals.get(incarnation, float("inf"))
 
-    def _is_suspect(self, member: Member) -> bool:
+    def is_suspect(self, member: Member) -> bool:
+        """Out of rotation: a call to it failed, and it was not heard of since."""
         failed_at = self._suspects.get(member.record.incarnation)
         if failed_at is None:
             return False

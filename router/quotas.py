@@ -1,12 +1,12 @@
 """What each tenant uses, and may: requests and tokens per minute, requests in flight, its part of a full router.
 
     request --running()--> refused with Exhausted and the time to wait, or counted until it ends
-    what this router counted --news()--> note --board--> learn() at the other routers
+    what this router has counted --told()--> router/shared_quotas.py --> learn() at the other routers
 
-No request waits for another router. Each applies at once what it sees itself, and within a
-second or so what others saw, so that together they exceed a limit by at most what comes in that
-time. A minute's limits are token buckets: they hold one minute's worth, fill evenly, and others'
-use may empty them below zero, which is then waited out.
+No request waits for another router. Each applies at once what it sees itself, and within `share_s` what others saw;
+shared_quotas.py says by how much they may exceed a limit together. A minute's limits are token buckets (bucket.py).
+What routers tell each other are sums since they started, so that nothing is lost or counted twice when an exchange
+fails; who meets a router for the first time, as after a start of its own, takes over what is owed there.
 
 A router that fills up keeps room for tenants who come later: one tenant has at most SHARE times
 as many requests in flight as places are free (the dynamic threshold of shared buffers, Choudhury
@@ -17,61 +17,20 @@ rest; as requests end, four busy tenants come to 3/13 each.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdserve.errors import Exhausted, PermissionDenied, shown
+from pdserve.registry.quota_notes import Usage
+from router.bucket import Bucket, Clock
 from router.request import Request
 from router.tenants import Tenant
 
 SHARE = 3
 REMEMBER_S = 10.0  # how long another router's requests in flight count without news from it
-
-Clock = Callable[[], float]
-
-
-class Bucket:
-    """A minute's worth of something, filling evenly. `level` is what is left; below zero it is owed."""
-
-    def __init__(self, per_minute: int, clock: Clock = time.monotonic) -> None:
-        self.per_minute = per_minute
-        self._clock = clock
-        self._level = float(per_minute)
-        self._at = clock()
-
-    def wait_s(self, amount: float) -> float:
-        """Seconds until `amount` is there; 0: it is."""
-        self._fill()
-        return max(0.0, (amount - self._level) * 60.0 / self.per_minute)
-
-    def use(self, amount: float) -> None:
-        """May go below zero, to no less than a whole minute's worth. Negative: gives back."""
-        self._fill()
-        self._level = min(self.per_minute, max(-self.per_minute, self._level - amount))
-
-    def _fill(self) -> None:
-        now = self._clock()
-        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60.0)
-        self._at = now
-
-
-@dataclass
-class Used:
-    """Of one tenant, since the last note. Mutable."""
-
-    requests: int = 0
-    tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What another router said of one tenant."""
-
-    requests: int
-    tokens: int
-    running: int
+FORGET_S = 600.0  # how long its sums are kept: a Redis that lost them is told them again
+MAX_OTHERS = 1024
 
 
 @dataclass
@@ -83,11 +42,48 @@ class Running:
 
 @dataclass
 class _Account:
+    """Of one tenant. Mutable."""
+
     tenant: Tenant
     requests: Bucket | None
     tokens: Bucket | None
     running: int = 0
-    news: Used = field(default_factory=Used)
+    begun: int = 0  # requests, since this router started
+    used: int = 0  # tokens
+
+    def count(self, requests: int, tokens: int) -> None:
+        self.begun += requests
+        self.used += tokens
+        for bucket, amount in ((self.requests, requests), (self.tokens, tokens)):
+            if bucket is not None:
+                bucket.use(amount)
+
+    def usage(self) -> Usage:
+        owed = [bucket.owed if bucket is not None else 0.0 for bucket in (self.requests, self.tokens)]
+        return Usage(self.begun, self.used, self.running, *owed)
+
+    def learn(self, now: Usage, before: Usage | None, age_s: float) -> None:
+        """`before`: what that router said last, all zero for a tenant that is new there; None: it was not known."""
+        pairs = ((self.requests, "requests"), (self.tokens, "tokens"))
+        for bucket, what in pairs:
+            if bucket is None:
+                continue
+            owed = getattr(now, f"{what}_owed")
+            if before is None:
+                bucket.owe(owed, age_s)
+                continue
+            more = getattr(now, what) - getattr(before, what)
+            # A sum that was not told for long, for want of room in a note, is of old use for the most part.
+            bucket.use_elsewhere(more if before != Usage() else min(more, owed))
+
+
+@dataclass(frozen=True)
+class _Other:
+    """Another router."""
+
+    heard: float  # on this router's clock, when it was last read
+    until: float  # so long its requests in flight count
+    said: Mapping[str, Usage]  # by tenant
 
 
 class Quotas:
@@ -102,7 +98,12 @@ class Quotas:
         self._clock = clock
         self._places = places
         self._accounts = {tenant.name: self._account(tenant) for tenant in tenants}
-        self._others: dict[bytes, tuple[float, Mapping[str, int]]] = {}  # router -> until when, tenant -> running
+        self._others: dict[bytes, _Other] = {}
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is anything to count together with other routers."""
+        return any(account.tenant.limited for account in self._accounts.values())
 
     def check_model(self, tenant: str, model: str, adapter: str) -> None:
         """Raises PermissionDenied for a model that the tenant may not use."""
@@ -130,30 +131,31 @@ class Quotas:
         output = request.n * request.max_tokens
         tokens = len(request.prompt_ids) + output
         self._check(account, tokens)
-        self._count(account, 1, tokens)
+        account.count(1, tokens)
         account.running += 1
         try:
             yield run
         finally:
             account.running -= 1
-            self._count(account, 0, min(0, run.output_tokens - output))
+            account.count(0, min(0, run.output_tokens - output))
 
-    def news(self) -> dict[str, Usage]:
-        """What is new since the last call, and what runs, by tenant; others are to `learn` it."""
-        said = {}
-        for name, account in self._accounts.items():
-            used, account.news = account.news, Used()
-            if used != Used() or account.running:
-                said[name] = Usage(used.requests, used.tokens, account.running)
-        return said
+    def told(self) -> dict[str, Usage]:
+        """What other routers are to `learn`, by tenant."""
+        accounts = self._accounts.items()
+        return {name: each.usage() for name, each in accounts if each.tenant.limited and each.begun}
 
-    def learn(self, router: bytes, said: Mapping[str, Usage]) -> None:
-        """From another router's `news`."""
+    def learn(self, router: bytes, said: Mapping[str, Usage], age_s: float = 0.0) -> None:
+        """What another router `told` so long ago; `router` names one start of it."""
+        now = self._clock()
+        known = self._others.pop(router, None)
+        said = {name: usage for name, usage in said.items() if name in self._accounts}
         for name, usage in said.items():
-            account = self._accounts.get(name)
-            if account is not None:
-                self._apply(account, usage.requests, usage.tokens)
-        self._others[router] = (self._clock() + REMEMBER_S, {name: usage.running for name, usage in said.items()})
+            before = None if known is None else known.said.get(name, Usage())
+            self._accounts[name].learn(usage, before, age_s)
+        before_it = {} if known is None else known.said
+        self._others[router] = _Other(now, now + REMEMBER_S - age_s, {**before_it, **said})
+        others = list(self._others.items())[-MAX_OTHERS:]
+        self._others = {name: other for name, other in others if other.heard > now - FORGET_S}
 
     def _account(self, tenant: Tenant) -> _Account:
         rates = (tenant.requests_per_minute, tenant.tokens_per_minute)
@@ -174,7 +176,7 @@ class Quotas:
             if bucket is not None and (wait_s := bucket.wait_s(amount)):
                 limit = f"{bucket.per_minute} {what} per minute"
                 raise _exhausted(f"TENANT_{what.upper()}", f"this key has {limit}", f"{what}_per_minute", wait_s)
-        everywhere = account.running + self._elsewhere()[tenant.name]
+        everywhere = account.running + self._elsewhere(tenant.name)
         if tenant.concurrent and everywhere >= tenant.concurrent:
             problem = f"{everywhere} requests with this key are in flight, of {tenant.concurrent}"
             raise _exhausted("TENANT_CONCURRENT", problem, "concurrent")
@@ -184,21 +186,11 @@ class Quotas:
             problem = f"the router is busy, and {account.running} requests of it are this key's"
             raise _exhausted("TENANT_SHARE", problem, "router.max_active")
 
-    def _count(self, account: _Account, requests: int, tokens: int) -> None:
-        self._apply(account, requests, tokens)
-        account.news.requests += requests
-        account.news.tokens += tokens
-
-    def _apply(self, account: _Account, requests: int, tokens: int) -> None:
-        for bucket, amount in ((account.requests, requests), (account.tokens, tokens)):
-            if bucket is not None:
-                bucket.use(amount)
-
-    def _elsewhere(self) -> Counter[str]:
-        """Requests in flight at other routers, of those that were heard of lately."""
+    def _elsewhere(self, tenant: str) -> int:
+        """Its requests in flight at other routers, of those that were heard of lately."""
         now = self._clock()
-        self._others = {router: said for router, said in self._others.items() if said[0] > now}
-        return sum((Counter(running) for _, running in self._others.values()), Counter[str]())
+        said = (other.said.get(tenant, Usage()) for other in self._others.values() if other.until > now)
+        return sum(usage.running for usage in said)
 
 
 def _exhausted(reason: str, problem: str, limit: str, wait_s: float = 1.0) -> Exhausted:

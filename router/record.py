@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 
-from pdserve.errors import FieldDifference, PdserveError, shown
+from cache_transfer.contract import Ticket
+from pdserve.errors import FieldDifference, PdserveError
 from pdserve.rpc.events import Finish, GroupPair, HandoffRecord, Prefilled, TokenBatch
+from pdserve.telemetry.logs import Told
+from pdserve.telemetry.traces import OFF, Traces
 from router.gate import Member, Pair, Verdict, computes_like
 from router.outcomes import Outcomes
 from router.placement import room
-from router.request import Ask, OpenChoice, Request
+from router.request import OpenChoice, Request
+from router.tracing import RequestTrace
 from router.trial import NO_REPORT, Trial, ms
 from router.wire import PrefillReport
 
@@ -22,7 +25,6 @@ log = logging.getLogger(__name__)
 _MAX_NOTES = 32
 _MAX_GROUPS = 32
 _MAX_HISTORY = 64
-_MAX_TEXT = 1000  # characters
 _IDS_OF_A_GROUP = 8
 _MIXED_MODES = "prefill and decode differ in deterministic mode; results may differ in the last bits"
 
@@ -33,6 +35,7 @@ class Output:
 
     ids: list[int] = field(default_factory=list)
     finish: Finish | None = None
+    at: float = 0.0  # monotonic seconds of its last tokens
 
 
 @dataclass
@@ -59,10 +62,15 @@ class Account:
     last_token_at: float = 0.0
     ended_at: float = 0.0
     outcome: str = "INTERNAL"  # until it is known
+    error: PdserveError | None = None  # that ended it
     outcomes: Outcomes = field(default_factory=Outcomes)  # of all requests
+    traces: Traces = OFF
+    trace: RequestTrace = field(init=False)
 
     def __post_init__(self) -> None:
         self.outputs = [Output() for _ in range(self.request.n)]
+        self._gaps = self.outcomes.traffic.inter_token_s.of(self.request.model)
+        self.trace = RequestTrace(self.traces, self.request)
 
     @property
     def started(self) -> bool:
@@ -104,6 +112,8 @@ class Account:
         self.tried.add(pair.key)
         self.trials.append(Trial(pair, self.output_tokens))
         self.outcomes.begun(pair)
+        self.outcomes.traffic.resumes += self.started
+        self.trace.attempt(self.attempts, self.trials[-1])
         prefill, decode = (m.record.contract.info.get("deterministic", "false") for m in (pair.prefill, pair.decode))
         if prefill != decode and _MIXED_MODES not in self.notes:
             self.note(_MIXED_MODES)
@@ -127,14 +137,17 @@ class Account:
         left = ((number, output) for number, output in enumerate(self.outputs) if output.finish is None)
         return replace(self.request, choices=tuple(OpenChoice(number, tuple(output.ids)) for number, output in left))
 
-    def admitted(self) -> None:
-        """Decode has a ticket for the last attempt."""
+    def admitted(self, ticket: Ticket | None) -> None:
+        """Decode takes the last attempt; without a ticket it computes the prompt itself."""
+        self.trace.admitted(b"" if ticket is None else ticket.handoff_id)
         self.trials[-1].admitted_at = time.monotonic()
         self.admitted_at = self.admitted_at or self.trials[-1].admitted_at
 
     def failed(self, member: Member, error: PdserveError) -> None:
         self._end_trial(error.reason, member.id)
-        self.last_error = error
+        self.outcomes.traffic.failures.add(member.record.role, error.reason)
+        self.trials[-1].error = self.last_error = error
+        self.trace.failed()
         self.blamed.add(member.record.incarnation)
         self.note(f"attempt {self.attempts} failed at {member.record.role} worker {member.id}: {error.reason}: {error}")
 
@@ -145,15 +158,23 @@ class Account:
 
     def tokens(self, batch: TokenBatch) -> None:
         trial, self.last_token_at = self.trials[-1], time.monotonic()
-        self.first_token_at = self.first_token_at or self.last_token_at
+        if not self.first_token_at:
+            self.first_token_at = self.last_token_at
+            since_s = self.first_token_at - self.request.received
+            self.outcomes.traffic.first_token_s.of(self.request.model).observe(since_s)
         if not trial.output_tokens:
             # What failed before these tokens may do for those that follow.
             self.tried = {trial.pair.key}
             self.began_on = self.began_on or trial.pair
             trial.first_token_at, trial.outcome, trial.failed_worker = self.last_token_at, "", ""
+            trial.error = None
             self.outcomes.first_token(trial.pair, trial.first_token_at - trial.begun)
-        trial.output_tokens += len(batch.ids)
-        self.outputs[batch.choice].ids += batch.ids
+        output, count = self.outputs[batch.choice], len(batch.ids)
+        if output.at:
+            self._gaps.observe((self.last_token_at - output.at) / count, count)
+        output.at = self.last_token_at
+        output.ids += batch.ids
+        trial.output_tokens += count
         self.promised = self.max_tokens
 
     def reported(self, report: PrefillReport) -> None:
@@ -174,9 +195,9 @@ class Account:
         )
         self.reported(report)
 
-    def end(self, outcome: str) -> None:
+    def end(self, outcome: str, error: PdserveError | None = None) -> None:
         """`outcome` is a finish reason or an error's reason. The last word counts."""
-        self.outcome, self.ended_at = outcome, time.monotonic()
+        self.outcome, self.ended_at, self.error = outcome, time.monotonic(), error
         if self.trials and not self.trials[-1].outcome:
             self._end_trial(outcome)
 
@@ -238,18 +259,14 @@ class Account:
             transfers=sum(not trial.pair.here for trial in reported),
             shared_pages=sum(finish.shared_pages for finish in ends),
             copied_pages=sum(finish.copied_pages for finish in ends),
+            trace_id=self.trace.trace_id,
         )
 
-    def log(self) -> None:
-        """One structured line per request."""
-        log.info("request %s", json.dumps({"label": self.request.label} | asdict(self.record())))
-
-
-def log_refused(ask: Ask, error: PdserveError) -> None:
-    """The one line of a request that no worker was asked for, because the gate or a check refused it."""
-    told = {"label": ask.label, "model": shown(ask.model), "outcome": error.reason, "error": error.message[:_MAX_TEXT]}
-    rejected = [asdict(difference) for difference in error.differences[:_MAX_GROUPS]]
-    log.info("request %s", json.dumps(told | {"rejected": rejected}))
+    def close(self) -> None:
+        """One structured line per request, and its spans."""
+        if log.isEnabledFor(logging.INFO):
+            log.info("request %s", Told({"label": self.request.label} | asdict(self.record())))
+        self.trace.end(self)
 
 
 def ways(pair: Pair) -> tuple[object, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.errors import Exhausted
 from pdserve.registry.records import CHOICES, GRAMMAR
 from pdserve.request import SamplingParams
 from pdserve.tokenizer import Tokenizer
+from router.openai_tools import ToolUse
 
 
 def router_full(count: int) -> Exhausted:
@@ -44,8 +45,6 @@ class TokenPrompt:
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
-Adapt = Callable[[Tokenizer | None, SamplingParams], SamplingParams]
-
 
 @dataclass(frozen=True)
 class Ask:
@@ -56,10 +55,11 @@ class Ask:
     model: str = ""  # empty: the only one served
     adapter: str = ""
     label: str = ""  # the caller's own, for logs only
+    id: str = ""  # the router's own; empty: made when it is taken
     want_record: bool = False
     timeout_s: float | None = None  # the caller's deadline, if it has one
     unset: frozenset[str] = frozenset()  # options of sampling that the caller left to the model's own defaults
-    adapt: Adapt | None = None  # what it also asks of the sampling, once the model is known
+    tools: ToolUse | None = None  # what the model may call; its answer is read for calls
     n: int = 1  # outputs
     version: bytes | None = None  # of the adapter; None: the one that its name stands for now
 
@@ -93,6 +93,7 @@ class Request:
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
     output_ids: tuple[int, ...] = ()  # had from earlier attempts: a new one goes on after them
     n: int = 1  # outputs, of one prefill
+    operation: str = "text_completion"  # or chat
     adapter: str = ""  # its name, for people; empty: the base model
     adapter_digest: bytes | None = None  # the version it was taken with and keeps; None: the base model
     choices: tuple[OpenChoice, ...] = ()  # of several outputs those that have not ended; for one: `output_ids`

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,39 +12,32 @@ from typing import Any
 import grpc
 
 from pdserve import __version__
-from pdserve.errors import Cancelled, InvalidRequest, PdserveError, Unavailable
+from pdserve.errors import Cancelled, PdserveError, Unavailable
 from pdserve.registry.records import DECODE, PREFILL
 from pdserve.registry.wire import status_to_proto
-from pdserve.rpc.convert import (
-    accepted_to_proto,
-    finish_to_proto,
-    record_to_proto,
-    sampling_from_proto,
-    tokens_to_proto,
-    usage_to_proto,
-)
-from pdserve.rpc.events import Accepted, Finish, HandoffRecord, TokenBatch, Usage
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import difference_to_proto, to_detail
-from pdserve.tokenizer.bundle import SAMPLING_NAMES
+from pdserve.telemetry.context import values
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 from router.adapters import adapters_of
 from router.auth import Authenticator, credentials
 from router.backlog import Moved
+from router.door import answer_headers, come_in
 from router.gate import Member
+from router.gateway_answer import GatewayAnswer
+from router.gateway_ask import asks_from_proto
 from router.intake import Intake
+from router.merging import merged
+from router.openai_text import echo_of
 from router.orchestrate import Orchestrator
 from router.outcomes import BOUNDS, Outcomes
 from router.placement import widest
 from router.pool import Pool
-from router.request import Ask, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.settings import RouterSettings
-from router.tokens import check_message_count
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 GATEWAY = "pdserve.v1.Gateway"  # the service's full name
-MAX_LABEL = 256  # characters
 MAX_PAIRS = 1024  # told by Status
 
 
@@ -73,25 +65,31 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         """Before the first token a failure is the status alone, afterwards an error event comes first. If asked for,
         the record comes before either.
         """
-        tenant = self._authenticator.tenant(credentials(context.invocation_metadata()))
-        request = await self._intake.take(ask_from_proto(message, context.time_remaining()), tenant)
-        streaming, delivered = False, 0
-        async with aclosing(self._orchestrator.generate(request)) as events:
+        metadata = tuple(context.invocation_metadata() or ())
+        come_in(lambda key: values(metadata, key))
+        context.set_trailing_metadata(tuple(answer_headers().items()))
+        with self._authenticator.refusals.counting():
+            tenant = self._authenticator.tenant(credentials(metadata))
+            asks = asks_from_proto(message, context.time_remaining())
+            requests = await self._intake.take_all(asks, tenant)
+        # Token ids become text again, which takes long for many of them.
+        echoes = await asyncio.to_thread(lambda: list(map(echo_of, asks, requests))) if message.echo else ()
+        answer = GatewayAnswer(requests, asks[0].tools, echoes)
+        async with aclosing(merged([self._orchestrator.generate(request) for request in requests])) as events:
             while True:
                 try:
-                    event = await anext(events)
+                    number, event = await anext(events)
                 except StopAsyncIteration:
                     return
                 except PdserveError as error:
-                    if streaming:
-                        usage = usage_to_proto(Usage(len(request.prompt_ids), delivered))
-                        await self._write(context, gateway_pb2.GenerateEvent(error=to_detail(error), usage=usage))
+                    if answer.streaming:
+                        failed = gateway_pb2.GenerateEvent(error=to_detail(error), usage=answer.usage)
+                        await self._write(context, failed)
                     raise
                 if isinstance(event, Moved):
                     continue
-                await self._write(context, event_to_proto(event))
-                if isinstance(event, TokenBatch):
-                    streaming, delivered = True, delivered + len(event.ids)
+                for message_out in answer.messages(number, event):
+                    await self._write(context, message_out)
 
     async def ListModels(
         self, message: gateway_pb2.ListModelsRequest, context: Context
@@ -150,96 +148,6 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
 def add_gateway(server: Server, gateway: GatewayService) -> None:
     """Adds the service to a server that has not started yet."""
     server.add(gateway_pb2_grpc.add_GatewayServicer_to_server, gateway)
-
-
-def ask_from_proto(message: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Ask:
-    return Ask(
-        prompt=prompt_from_proto(message),
-        sampling=sampling_from_proto(message.sampling),
-        model=message.model,
-        adapter=message.adapter,
-        label=_label(message.request_id),
-        want_record=message.want_record,
-        timeout_s=timeout_s,
-        unset=frozenset(name for name in SAMPLING_NAMES if not message.sampling.HasField(name)),
-        n=message.n or 1,
-    )
-
-
-def _label(request_id: str) -> str:
-    """The caller's name for its request, which goes to the logs."""
-    if len(request_id) > MAX_LABEL:
-        raise InvalidRequest(
-            f"it has {len(request_id)} characters",
-            reason="INVALID_REQUEST_ID",
-            field="request_id",
-            remedy=f"use at most {MAX_LABEL}",
-        )
-    return request_id
-
-
-def prompt_from_proto(message: gateway_pb2.GenerateRequest) -> Prompt:
-    """Raises InvalidRequest when there is none."""
-    kind = message.WhichOneof("prompt")
-    if kind == "text":
-        return TextPrompt(message.text)
-    if kind == "chat":
-        return chat_from_proto(message.chat)
-    if kind == "tokens":
-        return TokenPrompt(tuple(message.tokens.ids))
-    raise InvalidRequest(
-        "there is no prompt", reason="EMPTY_PROMPT", field="prompt", remedy="send text, chat messages or token ids"
-    )
-
-
-def chat_from_proto(chat: gateway_pb2.ChatPrompt) -> ChatPrompt:
-    """Raises InvalidRequest naming the field that is no JSON."""
-    check_message_count(len(chat.messages))
-    tools, variables = _json(chat.tools_json, "tools_json", list), _json(chat.variables_json, "variables_json", dict)
-    if not all(isinstance(tool, dict) for tool in tools or ()):
-        raise _not_json("tools_json", "not every tool is an object")
-    return ChatPrompt(
-        messages=tuple(_message(m, f"messages[{n}]") for n, m in enumerate(chat.messages)),
-        tools=tuple(tools or ()),
-        add_generation_prompt=not chat.continue_final_message,
-        continue_final_message=chat.continue_final_message,
-        variables=variables or {},
-    )
-
-
-def _message(message: gateway_pb2.ChatMessage, where: str) -> dict[str, object]:
-    """Besides role and content only what is set: a template may ask whether a name is there."""
-    calls = _json(message.tool_calls_json, f"{where}.tool_calls_json", list)
-    content = message.content if message.content or not calls else None
-    more = {"name": message.name, "tool_calls": calls, "tool_call_id": message.tool_call_id}
-    return {"role": message.role, "content": content, **{key: value for key, value in more.items() if value}}
-
-
-def _json(text: str, where: str, kind: type) -> Any:
-    """None for no text."""
-    if not text:
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _not_json(where, f"not JSON: {error}") from error
-    if not isinstance(value, kind):
-        raise _not_json(where, f"a {type(value).__name__} instead of a {kind.__name__}")
-    return value
-
-
-def _not_json(where: str, problem: str) -> InvalidRequest:
-    return InvalidRequest(problem, reason="INVALID_JSON", field=where, remedy="send JSON as the field documents it")
-
-
-def event_to_proto(event: Accepted | TokenBatch | HandoffRecord | Finish) -> gateway_pb2.GenerateEvent:
-    if isinstance(event, TokenBatch):
-        return gateway_pb2.GenerateEvent(tokens=tokens_to_proto(event))
-    if isinstance(event, Accepted):
-        return gateway_pb2.GenerateEvent(accepted=accepted_to_proto(event))
-    if isinstance(event, HandoffRecord):
-        return gateway_pb2.GenerateEvent(record=record_to_proto(event))
-    return gateway_pb2.GenerateEvent(finish=finish_to_proto(event))
 
 
 def placement_to_proto(outcomes: Outcomes) -> gateway_pb2.PlacementCounts:

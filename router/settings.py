@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pdserve.errors import ConfigError, not_allowed
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings, TlsSettings
+from pdserve.telemetry.settings import TelemetrySettings
 from router.tenants import Tenant, check_tenants
 
 _SECONDS = (
@@ -68,8 +69,12 @@ class RouterSettings:
     (keys_env), from a file (keys_file) or from here (keys = ["..."]). Empty: anyone may, without a key."""
 
     operators: tuple[str, ...] = ()
-    """Tenants who may load and unload adapters through this router. Without `tenants`, whoever reaches it may, as far
-    as the workers' adapter_root lets them."""
+    """Tenants who may load and unload adapters through this router, and see its pages (/ui, /metrics). Without
+    `tenants`, whoever reaches it may, adapters as far as the workers' adapter_root lets them."""
+
+    metrics_open: bool = False
+    """Whoever reaches the HTTP port may read /metrics, without a key or certificate of an operator's: for a Prometheus
+    that has none."""
 
     allow_lossy: bool = False
     """Does not refuse pairs that differ in KV, weight and activation precision, if both workers consent, too."""
@@ -120,7 +125,7 @@ class RouterSettings:
     """Seconds between two snapshots of the registry."""
 
     share_s: float = 1.0
-    """Seconds between two exchanges with other routers on the same Redis of what was sent where."""
+    """Seconds between two exchanges with other routers on the same Redis: what was sent where, what tenants used."""
 
     max_body_bytes: int = 4 << 20
     """Largest HTTP request body."""
@@ -136,6 +141,9 @@ class RouterSettings:
 
     registry: RegistrySettings = field(default_factory=RegistrySettings)
     """Where workers announce themselves; memory:// embeds the registry in this process."""
+
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    """Traces and logs; set for all parts under [telemetry]."""
 
     @property
     def http_connections(self) -> int:

@@ -12,14 +12,11 @@ into a note is left out, oldest first.
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Protocol
 
-from pdserve.errors import PdserveError
 from pdserve.registry.prefix_notes import note_of, read_note
 from router.prefixes import PrefixRecord
-
-log = logging.getLogger(__name__)
+from router.sharing import Sharing
 
 
 class Board(Protocol):
@@ -28,48 +25,16 @@ class Board(Protocol):
         ...
 
 
-class PrefixShare:
-    """One task on the router's event loop, from `start` to `stop`."""
+class PrefixShare(Sharing):
+    what = "prefixes"
 
     def __init__(self, record: PrefixRecord, board: Board, share_s: float) -> None:
+        super().__init__(share_s)
         self._record = record
         self._board = board
-        self._share_s = share_s
-        self._task: asyncio.Task[None] | None = None
-        self.warning = ""  # why the last exchange failed
 
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="prefix-share")
-
-    async def stop(self) -> None:
-        """Idempotent. What was not told yet is lost."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def exchange(self) -> None:
-        """Tells and learns once. Trouble with the board is a warning."""
-        try:
-            notes = await self._board.exchange(note_of(self._record.news()))
-        except PdserveError as error:
-            if not self.warning:
-                log.warning("other routers cannot be told of prefixes, placement goes on without: %s", error)
-            self.warning = str(error)
-            return
-        if self.warning:
-            log.warning("prefixes are shared again")
-            self.warning = ""
-        for note in notes:
+    async def tell_and_learn(self) -> None:
+        for note in await self._board.exchange(note_of(self._record.news())):
             for sent in read_note(note):
                 self._record.learn(sent)
             await asyncio.sleep(0)  # a note may hold thousands of blocks: requests come first
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self.exchange()
-            except Exception:
-                # A fault of ours. Placement is worse without this, and a router that ended for it worse still.
-                log.exception("an exchange of prefixes failed")
-            await asyncio.sleep(self._share_s)

@@ -61,6 +61,11 @@ class Tenant:
     """Models, and adapters as MODEL:ADAPTER, that its callers may name; a model stands for its adapters, too.
     Empty: all."""
 
+    @property
+    def limited(self) -> bool:
+        """Whether routers have anything of it to count together."""
+        return bool(self.requests_per_minute or self.tokens_per_minute or self.concurrent)
+
     def may_use(self, model: str, adapter: str) -> bool:
         return not self.models or model in self.models or f"{model}:{adapter}" in self.models
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from pdserve.errors import PdserveError
 from pdserve.rpc.events import AttemptRecord
 from router.gate import Pair
 from router.wire import PrefillReport
@@ -28,6 +29,7 @@ class Trial:
     output_tokens: int = 0
     outcome: str = ""
     failed_worker: str = ""
+    error: PdserveError | None = None  # that ended it
     report: PrefillReport | None = None
 
     def record(self, received: float) -> AttemptRecord:

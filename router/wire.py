@@ -38,6 +38,7 @@ from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_fro
 from pdserve.rpc.events import Finish, Prefilled, TokenBatch
 from pdserve.rpc.status import difference_from_proto, from_detail, from_rpc_error, has_detail, is_lost
 from pdserve.rpc.writing import write
+from pdserve.telemetry.context import outgoing
 from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES
 from pdserve.v1 import (
     decode_pb2,
@@ -102,7 +103,7 @@ class DecodeCall:
 
     async def __aenter__(self) -> DecodeCall:
         stub: Any = decode_pb2_grpc.DecodeStub(self._open.enter_context(connected(self._channels, self._address)))
-        self._call = stub.Generate(timeout=self._timeout_s)
+        self._call = stub.Generate(timeout=self._timeout_s, metadata=outgoing())
         return self
 
     async def __aexit__(
@@ -222,7 +223,7 @@ async def run_prefill(
     with connected(channels, address) as channel:
         stub: Any = prefill_pb2_grpc.PrefillStub(channel)
         try:
-            r: prefill_pb2.RunResponse = await stub.Run(run, timeout=timeout_s)
+            r: prefill_pb2.RunResponse = await stub.Run(run, timeout=timeout_s, metadata=outgoing())
         except grpc.RpcError as error:
             raise call_error(error, address) from error
     return PrefillReport(

@@ -20,6 +20,7 @@ WORKER = (
     "pdserve.rpc",
     "pdserve.v1",
     "pdserve.config",
+    "pdserve.telemetry",
     "cache_transfer",
 )
 SETTINGS = (
@@ -30,6 +31,7 @@ SETTINGS = (
     "pdserve.registry.settings",
     "pdserve.registry.records",
     "pdserve.scaling",
+    "pdserve.telemetry.settings",
 )
 
 # package or module -> what it may import besides itself and ANYONE; the longest name decides.
@@ -41,7 +43,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "pdserve.scaling": ("pdserve.registry.records",),
     "pdserve.local": EVERYTHING,
     "pdserve.drain": (),
-    "pdserve.worker_main": ("pdserve.engine", "pdserve.tokenizer", "pdserve.registry", "pdserve.rpc"),
+    "pdserve.worker_main": (
+        "pdserve.engine",
+        "pdserve.tokenizer",
+        "pdserve.registry",
+        "pdserve.rpc",
+        "pdserve.telemetry",
+    ),
     "router": (
         "cache_transfer.contract",
         "cache_transfer.encoding",
@@ -51,19 +59,28 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "pdserve.rpc",
         "pdserve.v1",
         "pdserve.config",
+        "pdserve.telemetry",
     ),
     "prefill_worker": WORKER,
     "decode_worker": WORKER,
     "pdserve.engine": ("cache_transfer.contract", "cache_transfer.encoding"),
     "pdserve.tokenizer": (),
-    "cache_transfer": ("pdserve.rpc", "pdserve.v1"),
+    "cache_transfer": ("pdserve.rpc", "pdserve.telemetry", "pdserve.v1"),
     "cache_transfer.contract": ("cache_transfer.encoding",),
     "cache_transfer.encoding": (),
     "cache_transfer.pages": (),
-    "pdserve.rpc": ("pdserve.v1",),
-    "pdserve.registry": ("cache_transfer.contract", "cache_transfer.wire", "pdserve.rpc", "pdserve.v1"),
+    "pdserve.rpc": ("pdserve.telemetry", "pdserve.v1"),
+    "pdserve.registry": (
+        "cache_transfer.contract",
+        "cache_transfer.wire",
+        "pdserve.rpc",
+        "pdserve.telemetry",
+        "pdserve.v1",
+    ),
+    "pdserve.telemetry": (),
     "pdserve.client": ("pdserve.rpc", "pdserve.v1"),
     "pdserve.conformance": ("cache_transfer", "pdserve.rpc", "pdserve.v1"),
+    "pdserve.doctor": ("pdserve.client", "pdserve.rpc", "pdserve.v1"),
     "pdserve.config": (*SETTINGS, "pdserve.engine.plan", "pdserve.rpc.settings"),
     "pdserve.v1": (),
     "pdserve": (),
@@ -74,10 +91,12 @@ NEVER = {
     "pdserve.tokenizer": ("torch", "transformers"),
     "pdserve.rpc": ("torch",),
     "pdserve.registry": ("torch",),
+    "pdserve.telemetry": ("torch",),
     "pdserve.client": ("torch",),
     "pdserve.cluster": ("torch",),
     "pdserve.scaling": ("torch", "ray"),
     "pdserve.conformance": ("torch",),
+    "pdserve.doctor": ("torch",),
 }
 # protobuf stays at the edges.
 PROTOBUF_ALLOWED = (
@@ -88,11 +107,15 @@ PROTOBUF_ALLOWED = (
     "pdserve.conformance",
     "pdserve.cli",
     "pdserve.verify.remote",
+    "pdserve.doctor.ask",
     "cache_transfer.wire",
     "cache_transfer.transport",
     "cache_transfer.push",
     "router.wire",
     "router.adapter_service",
+    "router.operator_service",
+    "router.gateway_ask",
+    "router.gateway_answer",
 )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -53,18 +53,28 @@ Plaintext = Annotated[
 ]
 
 
+_ROUTERS = ("tools", "tool_choice", "echo")  # options that no process has by itself
+
+
 @dataclass(frozen=True)
 class Ask:
-    """One request. Exactly one of text, messages and token_ids is given."""
+    """One request. Exactly one of text, prompts, messages and token_ids is given."""
 
     sampling: SamplingParams
+    unset: frozenset[str] = frozenset()  # of its options those that are the model's own to say
     text: str | None = None
-    messages: tuple[dict[str, str], ...] = ()
+    prompts: tuple[str, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     token_ids: tuple[int, ...] | None = None
+    options: GenerateOptions = field(default_factory=GenerateOptions)  # of the prompt, as the client names them
     model: str = ""
     want_record: bool = False
     timeout_s: float = 600.0
-    n: int = 1  # outputs
+    n: int = 1  # outputs of each prompt
+
+    @property
+    def outputs(self) -> int:
+        return self.n * (len(self.prompts) or 1)
 
 
 def gateway_address(given: str) -> str:
@@ -88,15 +98,31 @@ def rpc_settings(tls: Path | None, plaintext: bool = False) -> RpcSettings:
 
 
 def ask_gateway(ask: Ask, gateway: str, api_key: str = "", rpc: RpcSettings | None = None) -> Iterator[Event]:
-    options = GenerateOptions(
-        model=ask.model, sampling=ask.sampling, timeout_s=ask.timeout_s, want_record=ask.want_record, n=ask.n
-    )
+    options: GenerateOptions = {
+        **ask.options,
+        **_sampling(ask),
+        "model": ask.model,
+        "timeout_s": ask.timeout_s,
+        "want_record": ask.want_record,
+        "n": ask.n,
+    }
     if ask.messages:
         options["messages"] = ask.messages
+    if ask.prompts:
+        options["prompts"] = ask.prompts
     if ask.token_ids is not None:
         options["token_ids"] = ask.token_ids
     with flags_named(), Client(gateway_address(gateway), rpc, api_key=api_key) as client:
         yield from client.generate(ask.text, **options)
+
+
+def _sampling(ask: Ask) -> GenerateOptions:
+    """As single options: what is left to the model's own defaults is not among them."""
+    given = {f.name: getattr(ask.sampling, f.name) for f in fields(ask.sampling) if f.name not in ask.unset}
+    grammar = given.pop("grammar")
+    if grammar is not None:
+        given[grammar.kind] = grammar.text
+    return cast(GenerateOptions, given)
 
 
 @contextmanager
@@ -129,6 +155,9 @@ def ask_local(ask: Ask, config_path: Path | None) -> Iterator[Event]:
 
     if ask.want_record:
         raise InvalidRequest("there is no handoff in one process", field="--record", remedy="leave out --local")
+    for name, given in (("prompt", ask.prompts), *((f"--{n.replace('_', '-')}", n in ask.options) for n in _ROUTERS)):
+        if given:
+            raise InvalidRequest("only a router does this", field=name, remedy="leave out --local")
     config = load_config(config_path)
     settings = config.decode
     torch.set_num_threads(settings.engine.threads)
@@ -138,7 +167,8 @@ def ask_local(ask: Ask, config_path: Path | None) -> Iterator[Event]:
         files = CheckpointFiles(settings.engine.keep_digests)
         engine = Engine(load_model(path, settings.engine.dtype, settings.engine.device, files), settings.engine)
     runner = LocalRunner(engine, bundle, chunk_tokens=config.prefill.chunk_tokens)
-    yield from _as_text(runner.generate(_local_ids(ask, runner.tokenizer), ask.sampling, n=ask.n), ask.n)
+    sampling = ask.sampling if bundle is None else bundle.with_defaults(ask.sampling, ask.unset)
+    yield from _as_text(runner.generate(_local_ids(ask, runner.tokenizer), sampling, n=ask.n), ask.n)
 
 
 def _as_text(events: Iterable[TokenBatch | Finish], outputs: int) -> Iterator[Event]:
@@ -157,6 +187,8 @@ def _local_ids(ask: Ask, tokenizer: Tokenizer | None) -> tuple[int, ...]:
         return ask.token_ids
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer", field="prompt", remedy="use --token-ids")
-    if ask.messages:
-        return tokenizer.apply_chat(ask.messages)
-    return tokenizer.encode(ask.text or "")
+    if not ask.messages:
+        return tokenizer.encode(ask.text or "", add_special=ask.options.get("add_special_tokens", True))
+    goes_on = ask.options.get("continue_final_message", False)
+    header = ask.options.get("add_generation_prompt", not goes_on)
+    return tokenizer.apply_chat(ask.messages, continue_final_message=goes_on, add_generation_prompt=header)

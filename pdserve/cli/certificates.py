@@ -6,6 +6,7 @@ serves as well: all that is asked is the name ROLE.DEPLOYMENT among a certificat
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from pdserve.rpc.tls import CLIENT, OPERATOR, ROUTER, WORKER
 
 Key = ec.EllipticCurvePrivateKey
 
+REDIS = "redis"
 BOTH_ENDS = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
 LATE_CLOCK = timedelta(minutes=5)  # of a machine that is to take a certificate issued now
 
@@ -34,7 +36,11 @@ def certificates(
     ] = 90,
     deployment: Annotated[str, typer.Option(help="As [rpc.tls] deployment.")] = "pdserve",
     host: Annotated[
-        list[str] | None, typer.Option(help="A name under which HTTP clients reach the router. Repeatable.")
+        list[str] | None, typer.Option(help="A name or address under which HTTP clients reach the router. Repeatable.")
+    ] = None,
+    redis: Annotated[
+        list[str] | None,
+        typer.Option(help="Make FOLDER/redis, too, for a Redis that is reached under this name. Repeatable."),
     ] = None,
 ) -> None:
     """Make certificates for mutual TLS: FOLDER/{worker,router,operator,client} with tls.crt, tls.key, ca.crt.
@@ -44,9 +50,12 @@ def certificates(
     """
     folder.mkdir(parents=True, exist_ok=True)
     key, authority = _authority(folder, days, deployment)
-    for role in (WORKER, ROUTER, OPERATOR, CLIENT):
-        names = [f"{role}.{deployment}", *(("localhost", *(host or ())) if role == ROUTER else ())]
-        place = folder / role
+    parts = {role: [f"{role}.{deployment}"] for role in (WORKER, ROUTER, OPERATOR, CLIENT)}
+    parts[ROUTER] += ["localhost", *(host or ())]
+    if redis:
+        parts[REDIS] = [*redis]  # no role: it may call nothing here, and is taken for no part
+    for part, names in parts.items():
+        place = folder / part
         place.mkdir(exist_ok=True)
         own = ec.generate_private_key(ec.SECP256R1())
         signed = _signed(names, own, key, authority, days)
@@ -89,13 +98,20 @@ def _signed(names: list[str], own: Key, key: Key, authority: x509.Certificate, d
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])])
     return (
         _builder(subject, authority.subject, own.public_key(), days)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_name(name) for name in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(BOTH_ENDS), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
+
+
+def _name(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
 
 
 def _builder(

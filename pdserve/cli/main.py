@@ -12,6 +12,7 @@ from pdserve.cli.certificates import certificates
 from pdserve.cli.conformance import conformance
 from pdserve.cli.console import fail
 from pdserve.cli.demo import demo
+from pdserve.cli.doctor import doctor
 from pdserve.cli.drain import drain
 from pdserve.cli.generate import generate
 from pdserve.cli.health import health
@@ -55,6 +56,7 @@ app.command()(certificates)
 app.command()(verify)
 app.command()(conformance)
 app.command()(health)
+app.command()(doctor)
 app.command()(drain)
 app.command("ledger")(ledger_command)
 app.add_typer(adapters, name="adapters")

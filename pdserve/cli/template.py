@@ -18,11 +18,12 @@ from pdserve.engine.plan import EngineConfig
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings, TlsSettings
 from pdserve.scaling.settings import ScalingSettings
+from pdserve.telemetry.settings import TelemetrySettings
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 
-# Set in other sections: [model], [engine], [rpc], [registry].
-SHARED = ("model", "name", "adapters", "adapter_root", "engine", "rpc", "registry")
+# Set in other sections: [model], [engine], [rpc], [registry], [telemetry].
+SHARED = ("model", "name", "adapters", "adapter_root", "engine", "rpc", "registry", "telemetry")
 SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("model", ModelSettings, "The model that both pools serve."),
     ("engine", EngineConfig, "How workers compute; [prefill.engine] and [decode.engine] override single keys."),
@@ -32,6 +33,7 @@ SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("prefill", PrefillSettings, "Each prefill worker."),
     ("decode", DecodeSettings, "Each decode worker."),
     ("registry", RegistrySettings, "Where workers announce themselves."),
+    ("telemetry", TelemetrySettings, "Traces and logs of every part, see docs/observability.md."),
     ("rpc", RpcSettings, "Every connection."),
     ("rpc.tls", TlsSettings, "Certificates, see docs/security.md; each part has its own. Empty: no encryption."),
 )

@@ -11,11 +11,11 @@ Failures raise the typed errors of `pdserve.errors`, with the server's field, re
 
 from pdserve.client.adapters import Adapter, WorkerAdapters
 from pdserve.client.asynchronous import AsyncClient
-from pdserve.client.events import Choice, Completion, Event, Tokens
+from pdserve.client.events import Choice, Completion, Event, Tokens, ToolCall
 from pdserve.client.request import GenerateOptions
 from pdserve.client.status import Contract, Model, Pair, Placement, Status, Worker, WorkerLoad
 from pdserve.client.synchronous import Client
-from pdserve.rpc.events import Accepted, Finish, HandoffRecord, Usage
+from pdserve.rpc.events import Accepted, Finish, HandoffRecord, ToolCallPart, Usage
 
 __all__ = [
     "Accepted",
@@ -34,6 +34,8 @@ __all__ = [
     "Placement",
     "Status",
     "Tokens",
+    "ToolCall",
+    "ToolCallPart",
     "Usage",
     "Worker",
     "WorkerAdapters",

@@ -18,7 +18,7 @@ from pdserve.client.adapters import (
 )
 from pdserve.client.events import Completion, Event, EventReader, collect
 from pdserve.client.failures import typed_errors
-from pdserve.client.request import GenerateOptions, build, credentials
+from pdserve.client.request import GenerateOptions, build, credentials, outputs_of
 from pdserve.client.status import Model, Status, models_from_proto, status_from_proto
 from pdserve.errors import Cancelled, Refused
 from pdserve.rpc.channel import ChannelPool
@@ -58,7 +58,7 @@ class AsyncClient:
             PdserveError: whatever else the server reports, with its diff and remedy.
         """
         request, timeout_s = build(prompt, options)
-        reader = EventReader(request.n)
+        reader = EventReader(outputs_of(request))
         call = self._stub().Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async with self._typed_errors(timeout_s):

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from pdserve.errors import DataLoss, Unavailable
 from pdserve.rpc import convert
-from pdserve.rpc.events import Accepted, Finish, HandoffRecord, PositionLogprobs, TokenBatch, Usage
+from pdserve.rpc.events import (
+    Accepted,
+    Finish,
+    HandoffRecord,
+    PositionLogprobs,
+    TokenBatch,
+    ToolCallPart,
+    Usage,
+)
 from pdserve.rpc.status import from_detail
 from pdserve.v1 import gateway_pb2
 
@@ -25,6 +35,21 @@ class Tokens:
     text: str
     logprobs: tuple[PositionLogprobs, ...] = ()
     choice: int = 0  # which of several outputs
+    tool_calls: tuple[ToolCallPart, ...] = ()  # with a tool_choice: calls that begin, and more of their arguments
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function that the model wants to have made."""
+
+    id: str  # what the message with its result names as tool_call_id
+    name: str
+    arguments: str  # JSON as the model wrote it
+
+    def as_message(self) -> dict[str, object]:
+        """As it stands in `tool_calls` of an assistant's message."""
+        function = {"name": self.name, "arguments": json.loads(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 Event = Accepted | Tokens | HandoffRecord | Finish
@@ -38,20 +63,27 @@ class Choice:
     ids: tuple[int, ...]
     finish: Finish
     logprobs: tuple[PositionLogprobs, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. Text, ids, finish and logprobs are those of the first choice."""
+    """A whole answer. Text, ids, finish, logprobs and calls are those of the first choice; `accepted` is of the first
+    of several prompts, whose choices come prompt by prompt.
+    """
 
     text: str
     ids: tuple[int, ...]
     finish: Finish
-    usage: Usage  # the prompt once, and the output of all choices
+    usage: Usage  # each prompt once, and the output of all choices
     accepted: Accepted | None
     record: HandoffRecord | None
     logprobs: tuple[PositionLogprobs, ...]
-    choices: tuple[Choice, ...] = ()  # all `n` of them
+    choices: tuple[Choice, ...] = ()  # all `n` of them, of each prompt
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
 
 
 class _Output:
@@ -80,7 +112,8 @@ class EventReader:
         if kind == "accepted":
             return (convert.accepted_from_proto(message.accepted),)
         if kind == "tokens":
-            return (self._read_tokens(convert.tokens_from_proto(message.tokens)),)
+            calls = tuple(map(convert.call_from_proto, message.tool_calls))
+            return (self._read_tokens(convert.tokens_from_proto(message.tokens), calls),)
         if kind == "record":
             return (convert.record_from_proto(message.record),)
         if kind == "finish":
@@ -107,7 +140,7 @@ class EventReader:
             )
         return self._outputs[choice]
 
-    def _read_tokens(self, batch: TokenBatch) -> Tokens:
+    def _read_tokens(self, batch: TokenBatch, calls: tuple[ToolCallPart, ...]) -> Tokens:
         output = self._output(batch.choice)
         if batch.first_index != output.tokens:
             raise DataLoss(
@@ -117,18 +150,20 @@ class EventReader:
                 remedy="ask again",
             )
         output.tokens += len(batch.ids)
-        return Tokens(batch.first_index, batch.ids, output.decoder.decode(batch.text), batch.logprobs, batch.choice)
+        text = output.decoder.decode(batch.text)
+        return Tokens(batch.first_index, batch.ids, text, batch.logprobs, batch.choice, calls)
 
 
 def collect(events: Iterable[Event]) -> Completion:
     """Puts a whole answer together. The events must end with each choice's finish, as EventReader makes sure."""
-    accepted, record = None, None
+    accepted: dict[int, Accepted] = {}
+    record = None
     tokens: list[Tokens] = []
     ends: dict[int, Finish] = {}
     for event in events:
         match event:
             case Accepted():
-                accepted = event
+                accepted[event.prompt] = event
             case Tokens():
                 tokens.append(event)
             case HandoffRecord():
@@ -139,9 +174,15 @@ def collect(events: Iterable[Event]) -> Completion:
         raise Unavailable("the answer ended before its finish", reason="STREAM_CUT", remedy="ask again")
     choices = tuple(_choice(ends[number], [t for t in tokens if t.choice == number]) for number in sorted(ends))
     first = choices[0]
-    output = sum(end.usage.output_tokens for end in ends.values())
-    usage = replace(first.finish.usage, output_tokens=output)
-    return Completion(first.text, first.ids, first.finish, usage, accepted, record, first.logprobs, choices)
+    prompts = len(accepted) or 1
+    usages = [choice.finish.usage for choice in choices]
+    each = usages[:: len(usages) // prompts]  # the first choice of every prompt
+    usage = Usage(
+        prompt_tokens=sum(u.prompt_tokens for u in each),
+        output_tokens=sum(u.output_tokens for u in usages),
+        cached_prompt_tokens=sum(u.cached_prompt_tokens for u in each),
+    )
+    return Completion(first.text, first.ids, first.finish, usage, accepted.get(0), record, first.logprobs, choices)
 
 
 def _choice(finish: Finish, tokens: Sequence[Tokens]) -> Choice:
@@ -150,4 +191,12 @@ def _choice(finish: Finish, tokens: Sequence[Tokens]) -> Choice:
         ids=tuple(token for part in tokens for token in part.ids),
         finish=finish,
         logprobs=tuple(entry for part in tokens for entry in part.logprobs),
+        tool_calls=tuple(whole_calls(part for piece in tokens for part in piece.tool_calls)),
     )
+
+
+def whole_calls(parts: Iterable[ToolCallPart]) -> Iterator[ToolCall]:
+    """The calls of one choice, whose parts follow each other."""
+    for _, of_one in groupby(parts, key=lambda part: part.index):
+        first, *more = of_one
+        yield ToolCall(first.id, first.name, first.arguments + "".join(part.arguments for part in more))

@@ -21,9 +21,15 @@ class GenerateOptions(TypedDict, total=False):
 
     messages: Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...}, through the chat template
     tools: Sequence[Mapping[str, Any]]  # functions that the template shows to the model, as in OpenAI's API
+    tool_choice: str | Mapping[str, Any]  # none | auto | required, or one function; without it calls stay text
+    parallel_tool_calls: bool  # False: the first call only
+    add_generation_prompt: bool  # the header of an answer comes last; default: unless the last message goes on
     continue_final_message: bool  # the last message is the beginning of the answer
     chat_template_kwargs: Mapping[str, Any]  # further names for the template
     token_ids: Sequence[int]  # used as they are
+    prompts: Sequence[str | Sequence[int]]  # several texts or lists of token ids, each with `n` outputs
+    echo: bool  # the prompt's text comes first
+    add_special_tokens: bool  # False: a text without the model's begin token
     model: str  # served model name; default: the only one served
     adapter: str  # adapter name; default: base model
     request_id: str  # the caller's label for logs
@@ -56,7 +62,14 @@ class GenerateOptions(TypedDict, total=False):
 _GRAMMARS = (JSON_SCHEMA, REGEX, LARK)
 # Options for which a model may have defaults of its own.
 MODEL_DEFAULTS = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
-_CHAT_OPTIONS = ("tools", "continue_final_message", "chat_template_kwargs")
+_CHAT_OPTIONS = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
 SAMPLING_NAMES = frozenset({*(field.name for field in fields(SamplingParams)), *_GRAMMARS} - {"grammar"})
 
 
@@ -71,6 +84,11 @@ def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
+def outputs_of(request: gateway_pb2.GenerateRequest) -> int:
+    """Choices that its answer has."""
+    return request.n * (len(request.several.prompts) or 1)
+
+
 def build(prompt: str | None, options: Mapping[str, Any]) -> tuple[gateway_pb2.GenerateRequest, float]:
     """The request, and the deadline of the call in seconds. Raises InvalidRequest by name."""
     unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
@@ -83,6 +101,8 @@ def build(prompt: str | None, options: Mapping[str, Any]) -> tuple[gateway_pb2.G
         want_record=options.get("want_record", False),
         n=_outputs(options),
         sampling=sampling_to_proto(_sampling(options)),
+        echo=options.get("echo", False),
+        add_special_tokens=options.get("add_special_tokens"),
     )
     if "sampling" not in options:  # what the caller leaves open is the model's to say
         for name in MODEL_DEFAULTS - options.keys():
@@ -103,9 +123,9 @@ def _outputs(options: Mapping[str, Any]) -> int:
 
 
 def _set_prompt(request: gateway_pb2.GenerateRequest, prompt: str | None, options: Mapping[str, Any]) -> None:
-    messages, token_ids = options.get("messages"), options.get("token_ids")
-    if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
-        raise _invalid("prompt", "it must be given in one form", "pass a text, or messages=, or token_ids=")
+    messages, token_ids, prompts = options.get("messages"), options.get("token_ids"), options.get("prompts")
+    if sum(given is not None for given in (prompt, messages, token_ids, prompts)) != 1:
+        raise _invalid("prompt", "it must be given in one form", "pass a text, messages=, token_ids= or prompts=")
     for name in _CHAT_OPTIONS:
         if messages is None and options.get(name):
             raise _invalid(name, "it goes with messages", "pass messages=, or leave it out")
@@ -114,6 +134,8 @@ def _set_prompt(request: gateway_pb2.GenerateRequest, prompt: str | None, option
             request.text = prompt
         elif messages is not None:
             request.chat.CopyFrom(_chat(messages, options))
+        elif prompts is not None:
+            request.several.CopyFrom(gateway_pb2.PromptList(prompts=map(_listed, prompts)))
         else:
             request.tokens.CopyFrom(gateway_pb2.TokenPrompt(ids=token_ids))
     except (TypeError, ValueError, KeyError) as error:
@@ -126,12 +148,23 @@ def _set_prompt(request: gateway_pb2.GenerateRequest, prompt: str | None, option
 
 def _chat(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> gateway_pb2.ChatPrompt:
     tools, variables = options.get("tools"), options.get("chat_template_kwargs")
+    choice = options.get("tool_choice")
     return gateway_pb2.ChatPrompt(
         messages=[_message(message) for message in messages],
         tools_json=json.dumps(list(tools)) if tools else "",
+        tool_mode=choice if isinstance(choice, str) else None,
+        tool_function=choice["function"]["name"] if isinstance(choice, Mapping) else None,
+        parallel_tool_calls=options.get("parallel_tool_calls"),
+        add_generation_prompt=options.get("add_generation_prompt"),
         continue_final_message=options.get("continue_final_message", False),
         variables_json=json.dumps(dict(variables)) if variables else "",
     )
+
+
+def _listed(prompt: str | Sequence[int]) -> gateway_pb2.ListedPrompt:
+    if isinstance(prompt, str):
+        return gateway_pb2.ListedPrompt(text=prompt)
+    return gateway_pb2.ListedPrompt(tokens=gateway_pb2.TokenPrompt(ids=prompt))
 
 
 def _message(message: Mapping[str, Any]) -> gateway_pb2.ChatMessage:

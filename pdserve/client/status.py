@@ -78,6 +78,7 @@ class Worker:
     takes_prompts: bool = False  # a decode worker that computes prompts itself when asked to
     capabilities: tuple[str, ...] = ()  # options that it follows and an older version would ignore; ordered
     adapters: tuple[tuple[str, bytes], ...] = ()  # name and digest; no name: a replaced version
+    metrics: str = ""  # host:port of its metrics page; empty: it has none
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ def _worker(message: gateway_pb2.WorkerStatus) -> Worker:
         takes_prompts=message.takes_prompts,
         capabilities=tuple(message.capabilities),
         adapters=tuple((adapter.name, adapter.digest) for adapter in message.adapters),
+        metrics=message.metrics,
     )
 
 

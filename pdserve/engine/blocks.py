@@ -9,31 +9,19 @@ A page is in one of three states:
     free -- allocate --> held -- release, drop --> cached (if published) or free
     cached -- retain --> held                cached -- evicted by allocate --> free
 
-The prefix index is a tree of full pages, keyed by a chain of digests over identity and
-token ids. A digest only finds a candidate: identity, ids and parent are compared on a hit.
+The prefix index is a tree of full pages, keyed by a chain of digests (prefix.py). A digest
+only finds a candidate: identity, ids and parent are compared on a hit.
 """
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache_transfer.encoding import sha256
+from pdserve.engine.prefix import Link, Prefix, key_of, root_of, same
 from pdserve.errors import ConfigError, Exhausted, Internal
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One full page of a sequence: what it holds, and under which digest it is looked for."""
-
-    key: bytes  # chain digest
-    parent: bytes  # the key before it; for the first page the digest of the identity
-    identity: bytes
-    content: bytes  # its token ids as int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,44 +30,6 @@ class CachedPage:
 
     link: Link
     page: int
-
-
-class Prefix:
-    """The pages of one sequence as the index knows them. Each is hashed once, when it is first asked for.
-
-    Args:
-        identity: what must be equal besides the ids (contract, adapter, tenant).
-        ids: tokens from the first on, of at most 31 bits; more may follow with `extend`.
-    """
-
-    def __init__(self, identity: bytes, ids: Iterable[int], page_size: int) -> None:
-        self._identity = identity
-        self._ids = array("i", ids)
-        self._page_size = page_size
-        self._links: list[Link] = []
-
-    def __len__(self) -> int:
-        """Tokens, those of a last page that is not full included."""
-        return len(self._ids)
-
-    def extend(self, ids: Iterable[int]) -> None:
-        self._ids.extend(ids)
-
-    def copy(self) -> Prefix:
-        """One that goes on by itself; what was hashed stays hashed."""
-        twin = Prefix(self._identity, self._ids, self._page_size)
-        twin._links = self._links.copy()
-        return twin
-
-    def links(self, limit: int) -> Iterator[Link]:
-        """The full pages, at most `limit` of them."""
-        size = self._page_size
-        for index in range(min(limit, len(self._ids) // size)):
-            if index == len(self._links):
-                parent = self._links[-1].key if index else _root(self._identity)
-                content = self._ids[index * size : (index + 1) * size].tobytes()
-                self._links.append(Link(_chain(parent, content), parent, self._identity, content))
-            yield self._links[index]
 
 
 class BlockManager:
@@ -159,7 +109,7 @@ class BlockManager:
         pages: list[int] = []
         for link in prefix.links(limit // self.page_size):
             found = self._index.get(link.key)
-            if found is None or not _same(found.link, link):
+            if found is None or not same(found.link, link):
                 break
             pages.append(found.page)
         for page in reversed(pages):  # the deepest page is the first to go
@@ -213,7 +163,7 @@ class BlockManager:
             known = self._index.get(link.key)
             if known is None:
                 self._add(CachedPage(link, page))
-            elif not _same(known.link, link):
+            elif not same(known.link, link):
                 return  # a digest collision: leave the page private
 
     def check_integrity(self) -> None:
@@ -250,13 +200,13 @@ class BlockManager:
 
     def _check_index(self) -> None:
         """What can be found is under its own key, and below pages that can be found too."""
-        roots = {identity: _root(identity) for identity in {entry.link.identity for entry in self._cached.values()}}
+        roots = {identity: root_of(identity) for identity in {entry.link.identity for entry in self._cached.values()}}
         children: dict[bytes, set[bytes]] = {}
         for page, entry in self._cached.items():
             link = entry.link
             if entry.page != page or self._index.get(link.key) is not entry:
                 raise _broken(f"page {page} is indexed wrongly")
-            if link.key != _chain(link.parent, link.content):
+            if link.key != key_of(link):
                 raise _broken(f"page {page} does not match its key")
             if link.parent != roots[link.identity] and link.parent not in self._index:
                 raise _broken(f"page {page} hangs below a page that is gone")
@@ -308,22 +258,6 @@ class BlockManager:
             self._idle.pop(entry.page, None)
             if self._references[entry.page] == 0:
                 heapq.heappush(self._free, entry.page)
-
-
-def _root(identity: bytes) -> bytes:
-    return sha256("prefix-root", identity)
-
-
-def _chain(parent: bytes, content: bytes) -> bytes:
-    """Both have a fixed length within one manager, so they need no tags between them."""
-    return hashlib.sha256(parent + content).digest()
-
-
-def _same(found: Link, wanted: Link) -> bool:
-    """What a digest found is what was looked for: the comparison after the hit (contract A9)."""
-    return found is wanted or (
-        found.parent == wanted.parent and found.identity == wanted.identity and found.content == wanted.content
-    )
 
 
 def _broken(otherwise: str) -> Internal:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cache_transfer.contract import WorkerContract
+from pdserve import __version__
 from pdserve.engine.adapter_files import Base
 from pdserve.engine.adapters import Adapters
 from pdserve.engine.batch import Batch, check_plan, lay_out
@@ -103,6 +104,7 @@ class Engine:
             activation_dtype=config.dtype,
             context_limit=min(context_limit or limit, limit),
             info={
+                "pdserve": __version__,
                 "torch": str(torch.__version__),
                 "kernels": self._kernels.describe() + (f", {self.graphs.describe()}" if self.graphs else ""),
                 "deterministic": str(config.deterministic).lower(),

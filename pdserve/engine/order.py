@@ -18,9 +18,9 @@ this worker computes at most
     RESERVE * k * (W + n)  +  (k + 1) * (chunk_tokens + RESERVE)
 
 tokens before the prompt is computed too, itself included, provided that it finds its pages (see scheduler.py).
-For: each step of T tokens, whoever it belongs to, gives at least T / RESERVE to turns; turns are within one step's quarter of each other, so
-the tenant has at least a k-th of them; among its prompts the oldest come first. The last term is the step that runs
-when the prompt arrives, the step in which it ends, and the rounding of turns.
+For: each step of T tokens, whoever it belongs to, gives at least T / RESERVE to turns; turns are within one step's
+quarter of each other, so the tenant has at least a k-th of them; among its prompts the oldest come first. The last term
+is the step that runs when the prompt arrives, the step in which it ends, and the rounding of turns.
 """
 
 from __future__ import annotations

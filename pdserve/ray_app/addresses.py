@@ -66,7 +66,7 @@ class Ports:
             f"every port from {self._allowed[0]} to {self._allowed[-1]} is in use on {host}",
             reason="NO_PORT",
             field="pools.ports",
-            remedy="widen the range: a prefill worker takes one port, a decode worker two",
+            remedy="widen the range: a prefill worker takes one port, a decode worker two, a metrics page one",
         )
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pdserve.cluster.notes import Notes
 from pdserve.errors import Unavailable
 from pdserve.ray_app.addresses import listen_where_ray_does, node_host
+from pdserve.telemetry import logs
 from router.app import Router
 from router.settings import RouterSettings
 
@@ -18,6 +19,7 @@ class RouterReplica:
 
     async def __init__(self, settings: RouterSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         listen_where_ray_does()
+        logs.configure(settings.telemetry, "router")
         self._router = Router(
             replace(settings, host=node_host(settings.host), http_host=node_host(settings.http_interface))
         )

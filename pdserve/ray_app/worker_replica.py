@@ -17,7 +17,10 @@ from pdserve.config import Config
 from pdserve.drain import DrainDoor
 from pdserve.errors import Unavailable
 from pdserve.ray_app.addresses import Ports, listen_where_ray_does, node_host, port_range
+from pdserve.registry.metrics_page import interface
 from pdserve.registry.records import PREFILL, Registry
+from pdserve.rpc.settings import is_loopback
+from pdserve.telemetry import logs
 from pdserve.worker_main import open_worker, open_worker_registry
 from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
@@ -30,6 +33,7 @@ class WorkerReplica:
         listen_where_ray_does()
         ports = Ports(port_range(config.pools.ports))
         settings = _settings(role, config, ports)
+        logs.configure(settings.telemetry, role, settings.worker_id)
         self._grace_s = settings.grace_s
         self._registry = _registry(settings, config.pools.ready_timeout_s)
         self._worker: PrefillWorker | DecodeWorker = (
@@ -81,7 +85,10 @@ def _settings(role: str, config: Config, ports: Ports) -> PrefillSettings | Deco
     )
     if isinstance(settings, DecodeSettings):
         settings = replace(settings, transfer_port=settings.transfer_port or ports.take(host))
-    return settings
+    page = node_host(interface(settings))
+    if settings.metrics_port == 0 and not is_loopback(page):
+        settings = replace(settings, metrics_port=ports.take(page))
+    return replace(settings, metrics_host=page)
 
 
 def _replica_id() -> str:

@@ -103,6 +103,11 @@ class AdapterShelf:
         version = self._versions.get(digest) if isinstance(digest, bytes) else None
         return version is not None and not version.closing
 
+    @property
+    def count(self) -> int:
+        """Versions in memory."""
+        return len(self._versions)
+
     def named(self) -> tuple[NamedAdapter, ...]:
         """What new requests may use, by name; then replaced versions, with an empty name."""
         return tuple(NamedAdapter(status.name, status.digest) for status in self.status() if status.digest in self)

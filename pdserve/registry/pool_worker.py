@@ -22,15 +22,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
+from prometheus_client.registry import Collector
+
 from cache_transfer.contract import Endpoint, WorkerContract
 from pdserve.errors import Internal, PdserveError, Refused, Unavailable
 from pdserve.registry.accounts import Accounts, Stake, take_stock
 from pdserve.registry.adapters import AdapterShelf, Readable
 from pdserve.registry.adapters import Store as AdapterStore
 from pdserve.registry.heartbeat import Heartbeat
+from pdserve.registry.metrics_page import WorkerMetrics
 from pdserve.registry.parts import Books, Requests, Settings, Steps
-from pdserve.registry.records import DRAINING, READY, STALLED, STARTING, Load, Registry, WorkerRecord
+from pdserve.registry.probe import Prober
+from pdserve.registry.records import DRAINING, PREFILL, READY, STALLED, STARTING, Load, Registry, WorkerRecord
 from pdserve.registry.trace import TracedRun
+from pdserve.registry.worker_service import KernelReport
 from pdserve.rpc.background import Background
 from pdserve.rpc.server import Server
 
@@ -95,7 +100,9 @@ class PoolWorker(ABC):
         self._steps = thread
         self._books = books
         self._server = Server(settings.rpc, settings.host, settings.port)
+        self.prober = Prober(registry, settings.rpc, pushes=role == PREFILL)
         self._heartbeat = None if registry is None else Heartbeat(registry, self.record, settings.registry)
+        self._metrics = WorkerMetrics(settings, self._collector())
         self._background = Background(self._on_death)
 
     # -- what the pools do differently ---------------------------------------------------------
@@ -118,6 +125,13 @@ class PoolWorker(ABC):
     def _stakes(self) -> tuple[Stake, ...]:
         """What every live request holds, or may come and take."""
 
+    @abstractmethod
+    def kernels(self) -> KernelReport: ...
+
+    @abstractmethod
+    def _collector(self) -> Collector:
+        """What its metrics page shows."""
+
     # -- from start to end ---------------------------------------------------------------------
 
     async def start(self) -> str:
@@ -132,6 +146,7 @@ class PoolWorker(ABC):
             for name, path in self._common.adapters.items():
                 await self.adapters.load(name, Path(path))
             await self._listen()
+            await self._metrics.start()
             await self._server.start(serving=False)
             self._background.spawn(self.pipeline.loop(), "loop")
             self._background.spawn(self._watch(), "reaper")
@@ -173,6 +188,7 @@ class PoolWorker(ABC):
         if left := await self._background.stop(SETTLE_S):
             self._abandoned = True
             log.error("%s: tasks that do not end are abandoned: %s", self.worker_id, ", ".join(left))
+        await self._metrics.stop()
         await self._close(wait=not self._abandoned)
         if not await asyncio.to_thread(self._steps.close, 0.0 if self._abandoned else self._settle_s):
             self.hung = True
@@ -204,7 +220,18 @@ class PoolWorker(ABC):
             takes_prompts=self.takes_prompts,
             capabilities=self.capabilities,
             adapters=self.adapters.named(),
+            metrics=self._metrics.address(self.address),
         )
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the engine's running step has taken so far; 0: idle."""
+        return self._steps.busy_s
+
+    @property
+    def heard(self) -> bool:
+        """The registry takes its heartbeats, or there is none."""
+        return self._heartbeat is None or not self._heartbeat.warning
 
     def bundle_bytes(self) -> bytes:
         return self._bundle

@@ -68,6 +68,7 @@ class WorkerRecord:
     takes_prompts: bool = False  # a decode worker that computes prompts itself when asked to
     capabilities: frozenset[str] = frozenset()  # options that it follows and an older version would ignore
     adapters: tuple[NamedAdapter, ...] = ()
+    metrics: str = ""  # host:port of its metrics page; empty: it has none
 
 
 @dataclass(frozen=True)

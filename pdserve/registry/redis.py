@@ -6,6 +6,7 @@ Keys, all under one prefix:
                           `version` names the record's bytes, which a reader asks for only when it is new to it
     {prefix}workers       set of ids; ids whose hash is gone are removed by the next snapshot
     {prefix}prefixes      stream of what routers tell each other, see redis_board.py
+    {prefix}quotas        hash of what each router says of its tenants, see redis_latest.py
     {prefix}birth         made by the first snapshot, expires when none is taken for an hour; a reader
                           that finds another one than before knows that the server lost its memory
 
@@ -29,6 +30,7 @@ from pdserve.errors import InvalidRequest
 from pdserve.registry.memory import id_taken, not_registered
 from pdserve.registry.records import LiveRecord, Load, WorkerRecord
 from pdserve.registry.redis_board import RedisBoard
+from pdserve.registry.redis_latest import RedisLatest
 from pdserve.registry.redis_link import RedisLink
 from pdserve.registry.wire import check_state, load_from_proto, load_to_proto, record_from_proto, record_to_proto
 from pdserve.v1 import gateway_pb2, registry_pb2
@@ -129,6 +131,10 @@ class RedisRegistry:
     def board(self) -> RedisBoard:
         """What routers tell each other, over the same connections."""
         return RedisBoard(self._link, f"{self._prefix}prefixes")
+
+    def latest(self) -> RedisLatest:
+        """What each router says of its tenants now."""
+        return RedisLatest(self._link, f"{self._prefix}quotas")
 
     async def register(self, record: WorkerRecord, again: bool = False) -> None:
         message = record_to_proto(record)

@@ -30,6 +30,7 @@ MAX_NAME = 128  # characters of a worker id
 MAX_MODEL = 256  # characters of a model name
 MAX_ENDPOINTS = 64
 MAX_ADAPTERS = 1024
+MAX_ADDRESS = 300  # characters
 DIGEST_BYTES = 32
 INCARNATION_BYTES = 16
 MAX_LEASE_MS = 3_600_000
@@ -69,6 +70,7 @@ def status_to_proto(record: WorkerRecord, lease_left_s: float) -> gateway_pb2.Wo
         takes_prompts=record.takes_prompts,
         capabilities=sorted(record.capabilities),
         adapters=[common_pb2.LoadedAdapter(name=each.name, digest=each.digest) for each in record.adapters],
+        metrics=record.metrics,
     )
 
 
@@ -107,6 +109,7 @@ def record_from_proto(message: registry_pb2.WorkerRecord) -> WorkerRecord:
         takes_prompts=status.role == DECODE and status.takes_prompts,
         capabilities=_capabilities(status.capabilities),
         adapters=_adapters(status.adapters),
+        metrics=_metrics(status.metrics),
     )
     if status.contract_digest != digest:
         _fail("contract_digest", "is not the digest of the contract", "the SHA-256 that docs/protocol.md describes")
@@ -133,6 +136,16 @@ def _endpoints(name: str, messages: Iterable[common_pb2.Endpoint]) -> tuple[Endp
         except ConfigError:
             _fail(name, f"has the address {shown(endpoint.address)}", "host:port")
     return endpoints
+
+
+def _metrics(address: str) -> str:
+    """Prometheus is told to ask there."""
+    try:
+        if address:
+            split_address(_text("metrics", address, MAX_ADDRESS))
+    except ConfigError:
+        _fail("metrics", f"is {shown(address)}", "host:port, or nothing")
+    return address
 
 
 def _adapters(messages: Sequence[common_pb2.LoadedAdapter]) -> tuple[NamedAdapter, ...]:

@@ -6,26 +6,45 @@ methods run on the worker's event loop; all but `trace` only read.
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
 from pdserve.errors import NotFound, PdserveError
 from pdserve.registry.accounts import Accounts
+from pdserve.registry.probe import DEFAULT_S, MAX_S, Prober, limit_of
 from pdserve.registry.records import WorkerRecord
 from pdserve.registry.trace import TracedRun, trace_parts
 from pdserve.registry.wire import status_to_proto
-from pdserve.rpc.status import abort
+from pdserve.rpc.self_report import GRPC, certificate, disk_of, part_report
+from pdserve.rpc.status import abort, to_detail
 from pdserve.v1 import gateway_pb2, worker_pb2, worker_pb2_grpc
 
 PIECE_BYTES = 1 << 20  # of a tokenizer bundle, per message
 
 
+@dataclass(frozen=True)
+class KernelReport:
+    """Which kernels compute, as engine/native/choice.py names the states."""
+
+    state: str  # plain | building | native | failed
+    why: str  # why they are not native
+    folder: Path  # where compiled ones are kept
+
+
 class WorkerHost(Protocol):
     """What a worker tells about itself. Called on the worker's event loop; must not block."""
 
+    prober: Prober
+
     def record(self) -> WorkerRecord: ...
+
+    def kernels(self) -> KernelReport: ...
 
     def bundle_bytes(self) -> bytes:
         """The tokenizer bundle whose digest the contract names; empty without a tokenizer."""
@@ -39,7 +58,7 @@ class WorkerHost(Protocol):
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Describe, GetTokenizer, Accounts and Trace over a WorkerHost."""
+    """Describe, GetTokenizer, Accounts, Trace and Probe over a WorkerHost."""
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
@@ -92,6 +111,37 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await abort(context, error)
         for part in trace_parts(run):
             yield part
+
+    async def Probe(
+        self, request: worker_pb2.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.ProbeResponse:
+        reached = await self._host.prober.probe(limit_of(request.timeout_ms, DEFAULT_S, MAX_S))
+        record, kernels, tls = self._host.record(), self._host.kernels(), self._host.prober.tls
+        own = (await asyncio.to_thread(certificate, GRPC, tls),) if tls.enabled else ()
+        disk = await asyncio.to_thread(lambda: shutil.disk_usage(disk_of(kernels.folder)))
+        failed = reached.registry_error
+        return worker_pb2.ProbeResponse(
+            part=part_report(own),
+            worker_id=record.worker_id,
+            incarnation=record.incarnation,
+            lease_s=record.lease_s,
+            registry_ms=reached.registry_ms,
+            registry_error=None if failed is None else to_detail(failed),
+            paths=[
+                worker_pb2.PathReport(
+                    decode_worker=path.decode_worker,
+                    address=path.address,
+                    ms=path.ms,
+                    error=None if path.error is None else to_detail(path.error),
+                )
+                for path in reached.paths
+            ],
+            paths_left_out=reached.left_out,
+            kernels=kernels.state,
+            kernels_why=kernels.why,
+            cache_folder=str(kernels.folder),
+            cache_free_bytes=disk.free,
+        )
 
     def _bundle(self, digest: bytes) -> bytes:
         own = self._host.record().contract.tokenizer_digest

@@ -21,6 +21,7 @@ from pdserve.rpc.events import (
     PositionLogprobs,
     TokenBatch,
     TokenLogprob,
+    ToolCallPart,
     Usage,
 )
 from pdserve.rpc.status import difference_from_proto, difference_to_proto
@@ -158,11 +159,20 @@ def accepted_to_proto(accepted: Accepted) -> gateway_pb2.Accepted:
         model=accepted.model,
         prompt_tokens=accepted.prompt_tokens,
         seed=accepted.seed,
+        prompt=accepted.prompt,
     )
 
 
 def accepted_from_proto(message: gateway_pb2.Accepted) -> Accepted:
-    return Accepted(message.request_id, message.model, message.prompt_tokens, message.seed)
+    return Accepted(message.request_id, message.model, message.prompt_tokens, message.seed, message.prompt)
+
+
+def call_to_proto(part: ToolCallPart) -> gateway_pb2.ToolCallPart:
+    return gateway_pb2.ToolCallPart(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
+
+
+def call_from_proto(message: gateway_pb2.ToolCallPart) -> ToolCallPart:
+    return ToolCallPart(message.index, message.arguments, message.id, message.name)
 
 
 def record_to_proto(record: HandoffRecord) -> common_pb2.HandoffRecord:
@@ -171,7 +181,7 @@ def record_to_proto(record: HandoffRecord) -> common_pb2.HandoffRecord:
         notes=record.notes,
         candidates=[_group_to_proto(group) for group in record.candidates],
         rejected=[_group_to_proto(group) for group in record.rejected],
-        history=[common_pb2.AttemptRecord(**{n: getattr(a, n) for n in _ATTEMPT_FIELDS}) for a in record.history],
+        history=[attempt_to_proto(attempt) for attempt in record.history],
         **{name: getattr(record, name) for name in _RECORD_SCALARS},
     )
 
@@ -182,9 +192,17 @@ def record_from_proto(message: common_pb2.HandoffRecord) -> HandoffRecord:
         notes=tuple(message.notes),
         candidates=tuple(_group_from_proto(group) for group in message.candidates),
         rejected=tuple(_group_from_proto(group) for group in message.rejected),
-        history=tuple(AttemptRecord(**{n: getattr(a, n) for n in _ATTEMPT_FIELDS}) for a in message.history),
+        history=tuple(attempt_from_proto(attempt) for attempt in message.history),
         **{name: getattr(message, name) for name in _RECORD_SCALARS},
     )
+
+
+def attempt_to_proto(attempt: AttemptRecord) -> common_pb2.AttemptRecord:
+    return common_pb2.AttemptRecord(**{name: getattr(attempt, name) for name in _ATTEMPT_FIELDS})
+
+
+def attempt_from_proto(message: common_pb2.AttemptRecord) -> AttemptRecord:
+    return AttemptRecord(**{name: getattr(message, name) for name in _ATTEMPT_FIELDS})
 
 
 def _group_to_proto(group: GroupPair) -> common_pb2.GroupPair:

@@ -37,6 +37,16 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
+class ToolCallPart:
+    """A call of a function that begins, or more of one that has begun."""
+
+    index: int  # of the call, among those of its choice
+    arguments: str = ""  # JSON as the model writes it: what is added
+    id: str = ""  # of a call that begins: what its result names
+    name: str = ""  # of a call that begins
+
+
+@dataclass(frozen=True)
 class Usage:
     """Of one choice, or of a request: then the prompt counts once, and the output of all choices."""
 
@@ -49,7 +59,7 @@ class Usage:
 class Finish:
     """Normal end of one choice."""
 
-    reason: str  # STOP | LENGTH
+    reason: str  # STOP | LENGTH; from the gateway also "tool_calls"
     usage: Usage = Usage()
     stop_string: str | None = None  # the stop string that matched
     stop_token_id: int | None = None  # the end or stop token that was sampled
@@ -66,6 +76,7 @@ class Accepted:
     model: str
     prompt_tokens: int
     seed: int  # the seed in force
+    prompt: int = 0  # which of several prompts
 
 
 @dataclass(frozen=True)
@@ -160,3 +171,4 @@ class HandoffRecord:
     transfers: int = 0  # of these, handed over
     shared_pages: int = 0  # of the prompt, that choices read together, counted for each
     copied_pages: int = 0  # of these, copied before a choice wrote there
+    trace_id: str = ""  # hexadecimal; empty: neither client nor router traces

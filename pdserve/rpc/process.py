@@ -21,12 +21,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from pdserve.errors import CheckpointError, ConfigError, Internal, PdserveError
+from pdserve.telemetry import logs
+from pdserve.telemetry.settings import LOG_FORMATS, LOG_LEVELS, TelemetrySettings
 
 log = logging.getLogger(__name__)
 
 EXIT_S = 10.0  # for connections to close and threads to end, once the service has stopped
 HUNG_S = 0.5  # the same where one thread is known never to end
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class Service(Protocol):
@@ -47,7 +48,8 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     made.add_argument("--config", metavar="FILE", help="TOML file; `pdserve config` prints every key")
     made.add_argument("--registry", metavar="URL", help="memory://, grpc://HOST:PORT or redis://HOST:PORT/DATABASE")
-    made.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+    made.add_argument("--log-level", choices=LOG_LEVELS, help="default: telemetry.log_level of the configuration")
+    made.add_argument("--log-format", choices=LOG_FORMATS, help="default: telemetry.log_format of the configuration")
     made.add_argument(
         "--stop-with-stdin", action="store_true", help="also stop when standard input ends, as when the parent dies"
     )
@@ -60,13 +62,19 @@ def run(name: str, options: argparse.Namespace, main: Callable[[asyncio.Event], 
     Returns the exit status: 0 after a drain, 2 for what the operator can correct (configuration,
     model), 1 for any other failure; the error is one line on standard error.
     """
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs(options, TelemetrySettings(), name)  # until the configuration is read
     try:
         asyncio.run(_until_stopped(main, options.stop_with_stdin))
     except PdserveError as error:
         sys.stderr.write(f"{name}: {error}\n")
         return 2 if isinstance(error, (ConfigError, CheckpointError)) else 1
     return 0
+
+
+def set_up_logs(options: argparse.Namespace, settings: TelemetrySettings, name: str, worker: str = "") -> None:
+    """The process's log as the flags say, or else as the settings do. `name`: of its module."""
+    part = name.removesuffix("_worker")
+    logs.configure(settings, part, worker, level=options.log_level or "", style=options.log_format or "")
 
 
 async def serve(service: Service, ready: Callable[[], str], stopping: asyncio.Event) -> None:

@@ -151,7 +151,8 @@ def is_lost(error: grpc.RpcError) -> bool:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
     """Ends the call with the error's status and detail."""
     trailer = trailer_bytes(to_detail(error))
-    await context.abort(grpc_code(error), _cut(str(error)), ((ERROR_KEY, trailer),))
+    given = tuple(context.trailing_metadata() or ())  # else it would be lost
+    await context.abort(grpc_code(error), _cut(str(error)), (*given, (ERROR_KEY, trailer)))
     raise AssertionError("abort() returned")  # it always raises; this line is for the type checker
 
 

@@ -32,6 +32,7 @@ from pdserve.rpc.settings import TlsSettings
 log = logging.getLogger(__name__)
 
 WORKER, ROUTER, OPERATOR, CLIENT = "worker", "router", "operator", "client"
+METRICS = "metrics"  # a worker's page over HTTP, as if it were a service
 
 MAY_CALL: Mapping[str, frozenset[str]] = {
     "pdserve.v1.Transfer": frozenset({WORKER}),
@@ -41,6 +42,8 @@ MAY_CALL: Mapping[str, frozenset[str]] = {
     "pdserve.v1.Adapters": frozenset({ROUTER, OPERATOR}),
     "pdserve.v1.Registry": frozenset({WORKER, ROUTER, OPERATOR}),
     "pdserve.v1.Gateway": frozenset({CLIENT, OPERATOR, ROUTER}),
+    "pdserve.v1.Operator": frozenset({OPERATOR, ROUTER}),
+    METRICS: frozenset({OPERATOR, ROUTER}),
 }
 """Service -> roles that may call it. Health and reflection are for whoever has a certificate."""
 

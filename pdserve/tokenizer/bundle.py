@@ -10,13 +10,15 @@ History: 1, the first; 2, `sampling`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
+from typing import Any
 
 import msgpack
 
 from pdserve.errors import InvalidRequest
+from pdserve.request import SamplingParams
 
 VERSION = 2
 MAX_BUNDLE_BYTES = 128 * 1024 * 1024  # the largest public tokenizer.json files are about 35 MB
@@ -39,6 +41,13 @@ class Bundle:
     special_tokens: Mapping[str, str] = field(default_factory=dict, hash=False)  # name in templates -> text
     vocab_size: int = 0  # highest id plus one, added tokens included
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # SAMPLING_NAMES -> what requests get
+
+    def with_defaults(self, sampling: SamplingParams, unset: Collection[str]) -> SamplingParams:
+        """The sampling, with the model's own defaults for the options in `unset`, where it has some."""
+        taken: dict[str, Any] = {name: value for name, value in self.sampling.items() if name in unset}
+        if "top_k" in taken:
+            taken["top_k"] = int(taken["top_k"])
+        return replace(sampling, **taken) if taken else sampling
 
     def to_bytes(self) -> bytes:
         """Canonical bytes; `from_bytes` gives back an equal bundle."""

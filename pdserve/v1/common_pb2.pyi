@@ -383,7 +383,7 @@ class AttemptRecord(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_candidates: _Optional[int] = ..., decode_candidates: _Optional[int] = ..., prefill_cost: _Optional[float] = ..., decode_cost: _Optional[float] = ..., outcome: _Optional[str] = ..., failed_worker: _Optional[str] = ..., first_index: _Optional[int] = ..., output_tokens: _Optional[int] = ..., begun_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., placement: _Optional[str] = ..., placement_reason: _Optional[str] = ..., predicted_handoff_ms: _Optional[float] = ..., predicted_decode_ms: _Optional[float] = ..., decode_penalty_ms: _Optional[float] = ...) -> None: ...
 
 class HandoffRecord(_message.Message):
-    __slots__ = ("request_id", "prefill_worker", "decode_worker", "attempts", "prompt_tokens", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_tokens_per_s", "conversions", "notes", "output_tokens", "outcome", "intake_ms", "admitted_ms", "push_ms", "decode_ms", "total_ms", "candidates", "rejected", "history", "choices", "prefills", "transfers", "shared_pages", "copied_pages")
+    __slots__ = ("request_id", "prefill_worker", "decode_worker", "attempts", "prompt_tokens", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_tokens_per_s", "conversions", "notes", "output_tokens", "outcome", "intake_ms", "admitted_ms", "push_ms", "decode_ms", "total_ms", "candidates", "rejected", "history", "choices", "prefills", "transfers", "shared_pages", "copied_pages", "trace_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -415,6 +415,7 @@ class HandoffRecord(_message.Message):
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     SHARED_PAGES_FIELD_NUMBER: _ClassVar[int]
     COPIED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prefill_worker: str
     decode_worker: str
@@ -446,7 +447,8 @@ class HandoffRecord(_message.Message):
     transfers: int
     shared_pages: int
     copied_pages: int
-    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., conversions: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ..., output_tokens: _Optional[int] = ..., outcome: _Optional[str] = ..., intake_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[GroupPair, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[GroupPair, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[AttemptRecord, _Mapping]]] = ..., choices: _Optional[int] = ..., prefills: _Optional[int] = ..., transfers: _Optional[int] = ..., shared_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ...) -> None: ...
+    trace_id: str
+    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., conversions: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ..., output_tokens: _Optional[int] = ..., outcome: _Optional[str] = ..., intake_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[GroupPair, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[GroupPair, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[AttemptRecord, _Mapping]]] = ..., choices: _Optional[int] = ..., prefills: _Optional[int] = ..., transfers: _Optional[int] = ..., shared_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ..., trace_id: _Optional[str] = ...) -> None: ...
 
 class LoadedAdapter(_message.Message):
     __slots__ = ("name", "digest", "users", "rank", "size_bytes")

@@ -22,16 +22,24 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls_json: _Optional[str] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
-    __slots__ = ("messages", "tools_json", "continue_final_message", "variables_json")
+    __slots__ = ("messages", "tools_json", "continue_final_message", "variables_json", "tool_mode", "tool_function", "parallel_tool_calls", "add_generation_prompt")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOOL_MODE_FIELD_NUMBER: _ClassVar[int]
+    TOOL_FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tools_json: str
     continue_final_message: bool
     variables_json: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., continue_final_message: _Optional[bool] = ..., variables_json: _Optional[str] = ...) -> None: ...
+    tool_mode: str
+    tool_function: str
+    parallel_tool_calls: bool
+    add_generation_prompt: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., continue_final_message: _Optional[bool] = ..., variables_json: _Optional[str] = ..., tool_mode: _Optional[str] = ..., tool_function: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ..., add_generation_prompt: _Optional[bool] = ...) -> None: ...
 
 class TokenPrompt(_message.Message):
     __slots__ = ("ids",)
@@ -39,55 +47,91 @@ class TokenPrompt(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ListedPrompt(_message.Message):
+    __slots__ = ("text", "tokens")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    tokens: TokenPrompt
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ...) -> None: ...
+
+class PromptList(_message.Message):
+    __slots__ = ("prompts",)
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[ListedPrompt]
+    def __init__(self, prompts: _Optional[_Iterable[_Union[ListedPrompt, _Mapping]]] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "tokens", "sampling", "request_id", "adapter", "want_record", "n")
+    __slots__ = ("model", "text", "chat", "tokens", "several", "sampling", "request_id", "adapter", "want_record", "n", "echo", "add_special_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     WANT_RECORD_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: ChatPrompt
     tokens: TokenPrompt
+    several: PromptList
     sampling: _common_pb2.SamplingOptions
     request_id: str
     adapter: str
     want_record: bool
     n: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., want_record: _Optional[bool] = ..., n: _Optional[int] = ...) -> None: ...
+    echo: bool
+    add_special_tokens: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., several: _Optional[_Union[PromptList, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., want_record: _Optional[bool] = ..., n: _Optional[int] = ..., echo: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
-    __slots__ = ("accepted", "tokens", "record", "finish", "error", "usage")
+    __slots__ = ("accepted", "tokens", "record", "finish", "error", "usage", "tool_calls")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     tokens: _common_pb2.TokenBatch
     record: _common_pb2.HandoffRecord
     finish: _common_pb2.Finish
     error: _common_pb2.ErrorDetail
     usage: _common_pb2.Usage
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[_common_pb2.TokenBatch, _Mapping]] = ..., record: _Optional[_Union[_common_pb2.HandoffRecord, _Mapping]] = ..., finish: _Optional[_Union[_common_pb2.Finish, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ...) -> None: ...
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallPart]
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[_common_pb2.TokenBatch, _Mapping]] = ..., record: _Optional[_Union[_common_pb2.HandoffRecord, _Mapping]] = ..., finish: _Optional[_Union[_common_pb2.Finish, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallPart, _Mapping]]] = ...) -> None: ...
+
+class ToolCallPart(_message.Message):
+    __slots__ = ("index", "id", "name", "arguments")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    id: str
+    name: str
+    arguments: str
+    def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "seed")
+    __slots__ = ("request_id", "model", "prompt_tokens", "seed", "prompt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
     seed: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    prompt: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., prompt: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
@@ -124,7 +168,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "state", "model", "endpoints", "contract", "contract_digest", "load", "lease_left_s", "takes_prompts", "capabilities", "adapters")
+    __slots__ = ("worker_id", "role", "state", "model", "endpoints", "contract", "contract_digest", "load", "lease_left_s", "takes_prompts", "capabilities", "adapters", "metrics")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +181,7 @@ class WorkerStatus(_message.Message):
     TAKES_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     state: str
@@ -149,7 +194,8 @@ class WorkerStatus(_message.Message):
     takes_prompts: bool
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     adapters: _containers.RepeatedCompositeFieldContainer[_common_pb2.LoadedAdapter]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.Endpoint, _Mapping]]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., contract_digest: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., lease_left_s: _Optional[float] = ..., takes_prompts: _Optional[bool] = ..., capabilities: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[_Union[_common_pb2.LoadedAdapter, _Mapping]]] = ...) -> None: ...
+    metrics: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.Endpoint, _Mapping]]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., contract_digest: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., lease_left_s: _Optional[float] = ..., takes_prompts: _Optional[bool] = ..., capabilities: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[_Union[_common_pb2.LoadedAdapter, _Mapping]]] = ..., metrics: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "waiting_limit", "queued_tokens", "pages_total", "pages_held", "pages_cached", "tokens_per_s", "steps", "prefill_tokens_per_s", "shared_prefill_tokens_per_s", "queued_prefill_tokens", "predicted_wait_s", "transfer_bytes_per_s", "decode_step_ms", "fixed_step_ms", "prefill_token_us", "prefill_pair_ns", "step_ms")

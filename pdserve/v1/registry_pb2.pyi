@@ -85,3 +85,25 @@ class SentPrefix(_message.Message):
     incarnations: _containers.RepeatedScalarFieldContainer[bytes]
     links: bytes
     def __init__(self, incarnations: _Optional[_Iterable[bytes]] = ..., links: _Optional[bytes] = ...) -> None: ...
+
+class TenantsUsed(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUsed]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantUsed, _Mapping]]] = ...) -> None: ...
+
+class TenantUsed(_message.Message):
+    __slots__ = ("tenant", "requests", "tokens", "running", "requests_owed", "tokens_owed")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_OWED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_OWED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    requests: int
+    tokens: int
+    running: int
+    requests_owed: float
+    tokens_owed: float
+    def __init__(self, tenant: _Optional[str] = ..., requests: _Optional[int] = ..., tokens: _Optional[int] = ..., running: _Optional[int] = ..., requests_owed: _Optional[float] = ..., tokens_owed: _Optional[float] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/v1/transfer.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\x80\x02\n\x0bPushRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.PushOpenH\x00\x12\"\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.FrameH\x00\x12$\n\x06logits\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.LogitsH\x00\x12$\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.CommitH\x00\x12*\n\x06shared\x18\x05 \x01(\x0b\x32\x18.pdserve.v1.SharedFramesH\x00\x12$\n\x06\x66rames\x18\x06 \x01(\x0b\x32\x12.pdserve.v1.FramesH\x00\x42\t\n\x07message\"\x94\x02\n\x08PushOpen\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x01(\x0c\x12-\n\x08identity\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.HandoffIdentity\x12,\n\x08\x63ontract\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x13\n\x0blogits_only\x18\x08 \x01(\x08\x12\x11\n\tintegrity\x18\t \x01(\t\x12(\n\x06shared\x18\n \x01(\x0b\x32\x18.pdserve.v1.SharedMemory\"8\n\x05\x46rame\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"+\n\x06\x46rames\x12!\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Frame\"5\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\x04\"7\n\x0cSharedFrames\x12\'\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.SharedFrame\"K\n\x0bSharedFrame\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"G\n\x06Logits\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"[\n\x06\x43ommit\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\"\x85\x01\n\x0cPushResponse\x12\"\n\x05grant\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.GrantH\x00\x12\x1e\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x0f.pdserve.v1.AckH\x00\x12&\n\x07release\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.ReleaseH\x00\x42\t\n\x07message\"b\n\x05Grant\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x19\n\x11max_payload_bytes\x18\x03 \x01(\r\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12\x12\n\nmax_frames\x18\x05 \x01(\r\"\x19\n\x07Release\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\",\n\x03\x41\x63k\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x32I\n\x08Transfer\x12=\n\x04Push\x12\x17.pdserve.v1.PushRequest\x1a\x18.pdserve.v1.PushResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/v1/transfer.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xa6\x02\n\x0bPushRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.PushOpenH\x00\x12\"\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.FrameH\x00\x12$\n\x06logits\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.LogitsH\x00\x12$\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.CommitH\x00\x12*\n\x06shared\x18\x05 \x01(\x0b\x32\x18.pdserve.v1.SharedFramesH\x00\x12$\n\x06\x66rames\x18\x06 \x01(\x0b\x32\x12.pdserve.v1.FramesH\x00\x12$\n\x06queued\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.QueuedH\x00\x42\t\n\x07message\"\x94\x02\n\x08PushOpen\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x01(\x0c\x12-\n\x08identity\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.HandoffIdentity\x12,\n\x08\x63ontract\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x13\n\x0blogits_only\x18\x08 \x01(\x08\x12\x11\n\tintegrity\x18\t \x01(\t\x12(\n\x06shared\x18\n \x01(\x0b\x32\x18.pdserve.v1.SharedMemory\"8\n\x05\x46rame\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"+\n\x06\x46rames\x12!\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Frame\"F\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x0f\n\x07\x65ntries\x18\x04 \x01(\r\"7\n\x0cSharedFrames\x12\'\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.SharedFrame\"K\n\x0bSharedFrame\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"\x18\n\x06Queued\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\"G\n\x06Logits\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"[\n\x06\x43ommit\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\"\x85\x01\n\x0cPushResponse\x12\"\n\x05grant\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.GrantH\x00\x12\x1e\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x0f.pdserve.v1.AckH\x00\x12&\n\x07release\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.ReleaseH\x00\x42\t\n\x07message\"q\n\x05Grant\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x19\n\x11max_payload_bytes\x18\x03 \x01(\r\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12\x12\n\nmax_frames\x18\x05 \x01(\r\x12\r\n\x05queue\x18\x06 \x01(\x08\"\x19\n\x07Release\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\",\n\x03\x41\x63k\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x32I\n\x08Transfer\x12=\n\x04Push\x12\x17.pdserve.v1.PushRequest\x1a\x18.pdserve.v1.PushResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,31 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.transfer_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PUSHREQUEST']._serialized_start=67
-  _globals['_PUSHREQUEST']._serialized_end=323
-  _globals['_PUSHOPEN']._serialized_start=326
-  _globals['_PUSHOPEN']._serialized_end=602
-  _globals['_FRAME']._serialized_start=604
-  _globals['_FRAME']._serialized_end=660
-  _globals['_FRAMES']._serialized_start=662
-  _globals['_FRAMES']._serialized_end=705
-  _globals['_SHAREDMEMORY']._serialized_start=707
-  _globals['_SHAREDMEMORY']._serialized_end=760
-  _globals['_SHAREDFRAMES']._serialized_start=762
-  _globals['_SHAREDFRAMES']._serialized_end=817
-  _globals['_SHAREDFRAME']._serialized_start=819
-  _globals['_SHAREDFRAME']._serialized_end=894
-  _globals['_LOGITS']._serialized_start=896
-  _globals['_LOGITS']._serialized_end=967
-  _globals['_COMMIT']._serialized_start=969
-  _globals['_COMMIT']._serialized_end=1060
-  _globals['_PUSHRESPONSE']._serialized_start=1063
-  _globals['_PUSHRESPONSE']._serialized_end=1196
-  _globals['_GRANT']._serialized_start=1198
-  _globals['_GRANT']._serialized_end=1296
-  _globals['_RELEASE']._serialized_start=1298
-  _globals['_RELEASE']._serialized_end=1323
-  _globals['_ACK']._serialized_start=1325
-  _globals['_ACK']._serialized_end=1369
-  _globals['_TRANSFER']._serialized_start=1371
-  _globals['_TRANSFER']._serialized_end=1444
+  _globals['_PUSHREQUEST']._serialized_end=361
+  _globals['_PUSHOPEN']._serialized_start=364
+  _globals['_PUSHOPEN']._serialized_end=640
+  _globals['_FRAME']._serialized_start=642
+  _globals['_FRAME']._serialized_end=698
+  _globals['_FRAMES']._serialized_start=700
+  _globals['_FRAMES']._serialized_end=743
+  _globals['_SHAREDMEMORY']._serialized_start=745
+  _globals['_SHAREDMEMORY']._serialized_end=815
+  _globals['_SHAREDFRAMES']._serialized_start=817
+  _globals['_SHAREDFRAMES']._serialized_end=872
+  _globals['_SHAREDFRAME']._serialized_start=874
+  _globals['_SHAREDFRAME']._serialized_end=949
+  _globals['_QUEUED']._serialized_start=951
+  _globals['_QUEUED']._serialized_end=975
+  _globals['_LOGITS']._serialized_start=977
+  _globals['_LOGITS']._serialized_end=1048
+  _globals['_COMMIT']._serialized_start=1050
+  _globals['_COMMIT']._serialized_end=1141
+  _globals['_PUSHRESPONSE']._serialized_start=1144
+  _globals['_PUSHRESPONSE']._serialized_end=1277
+  _globals['_GRANT']._serialized_start=1279
+  _globals['_GRANT']._serialized_end=1392
+  _globals['_RELEASE']._serialized_start=1394
+  _globals['_RELEASE']._serialized_end=1419
+  _globals['_ACK']._serialized_start=1421
+  _globals['_ACK']._serialized_end=1465
+  _globals['_TRANSFER']._serialized_start=1467
+  _globals['_TRANSFER']._serialized_end=1540
 # @@protoc_insertion_point(module_scope)

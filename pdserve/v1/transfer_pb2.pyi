@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PushRequest(_message.Message):
-    __slots__ = ("open", "frame", "logits", "commit", "shared", "frames")
+    __slots__ = ("open", "frame", "logits", "commit", "shared", "frames", "queued")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     open: PushOpen
     frame: Frame
     logits: Logits
     commit: Commit
     shared: SharedFrames
     frames: Frames
-    def __init__(self, open: _Optional[_Union[PushOpen, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., shared: _Optional[_Union[SharedFrames, _Mapping]] = ..., frames: _Optional[_Union[Frames, _Mapping]] = ...) -> None: ...
+    queued: Queued
+    def __init__(self, open: _Optional[_Union[PushOpen, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., shared: _Optional[_Union[SharedFrames, _Mapping]] = ..., frames: _Optional[_Union[Frames, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ...) -> None: ...
 
 class PushOpen(_message.Message):
     __slots__ = ("handoff_id", "attempt", "incarnation", "proof", "identity", "contract", "kv_dtype", "logits_only", "integrity", "shared")
@@ -64,14 +66,16 @@ class Frames(_message.Message):
     def __init__(self, frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
-    __slots__ = ("pid", "fd", "size")
+    __slots__ = ("pid", "fd", "size", "entries")
     PID_FIELD_NUMBER: _ClassVar[int]
     FD_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     pid: int
     fd: int
     size: int
-    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    entries: int
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., size: _Optional[int] = ..., entries: _Optional[int] = ...) -> None: ...
 
 class SharedFrames(_message.Message):
     __slots__ = ("frames",)
@@ -90,6 +94,12 @@ class SharedFrame(_message.Message):
     size: int
     digest: bytes
     def __init__(self, header: _Optional[bytes] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class Queued(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    def __init__(self, frames: _Optional[int] = ...) -> None: ...
 
 class Logits(_message.Message):
     __slots__ = ("dtype", "data", "position", "digest")
@@ -128,18 +138,20 @@ class PushResponse(_message.Message):
     def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("start", "end", "max_payload_bytes", "shared", "max_frames")
+    __slots__ = ("start", "end", "max_payload_bytes", "shared", "max_frames", "queue")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     MAX_PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     MAX_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     start: int
     end: int
     max_payload_bytes: int
     shared: bool
     max_frames: int
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., max_payload_bytes: _Optional[int] = ..., shared: _Optional[bool] = ..., max_frames: _Optional[int] = ...) -> None: ...
+    queue: bool
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., max_payload_bytes: _Optional[int] = ..., shared: _Optional[bool] = ..., max_frames: _Optional[int] = ..., queue: _Optional[bool] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("frames",)

@@ -22,38 +22,49 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 from pdserve.v1 import gateway_pb2 as pdserve_dot_v1_dot_gateway__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x18pdserve/v1/gateway.proto\"\x11\n\x0f\x44\x65scribeRequest\"%\n\x13GetTokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"0\n\x0b\x42undlePiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x11\n\x0f\x41\x63\x63ountsRequest\"N\n\x07Holding\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05pages\x18\x03 \x01(\r\x12\x17\n\x0f\x64\x65\x61\x64line_left_s\x18\x04 \x01(\x01\"\xa8\x02\n\x10\x41\x63\x63ountsResponse\x12\x13\n\x0bpages_total\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x12\n\npages_held\x18\x03 \x01(\r\x12\x14\n\x0cpages_cached\x18\x04 \x01(\r\x12%\n\x08holdings\x18\x05 \x03(\x0b\x32\x13.pdserve.v1.Holding\x12\x0e\n\x06intact\x18\x06 \x01(\x08\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\t \x01(\x04\x12\x10\n\x08handoffs\x18\n \x01(\x04\x12\r\n\x05\x66orks\x18\x0b \x01(\x04\x12\x14\n\x0cshared_pages\x18\x0c \x01(\x04\x12\x14\n\x0c\x63opied_pages\x18\r \x01(\x04\"H\n\x0cTraceRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x14\n\x0c\x63hunk_tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\",\n\nTraceFault\x12\r\n\x05\x63heck\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"W\n\nTraceStart\x12\x11\n\tpositions\x18\x01 \x03(\x05\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x03(\r\x12&\n\x06\x66\x61ults\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TraceFault\"h\n\tTraceRows\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x0f\n\x07\x63olumns\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05norms\x18\x06 \x03(\x01\"s\n\tTracePart\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.TraceStartH\x00\x12%\n\x04rows\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.TraceRowsH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part2\x9a\x02\n\x06Worker\x12\x41\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x18.pdserve.v1.WorkerStatus\x12J\n\x0cGetTokenizer\x12\x1f.pdserve.v1.GetTokenizerRequest\x1a\x17.pdserve.v1.BundlePiece0\x01\x12\x45\n\x08\x41\x63\x63ounts\x12\x1b.pdserve.v1.AccountsRequest\x1a\x1c.pdserve.v1.AccountsResponse\x12:\n\x05Trace\x12\x18.pdserve.v1.TraceRequest\x1a\x15.pdserve.v1.TracePart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\x1a\x18pdserve/v1/gateway.proto\"\x11\n\x0f\x44\x65scribeRequest\"%\n\x13GetTokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"0\n\x0b\x42undlePiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x11\n\x0f\x41\x63\x63ountsRequest\"N\n\x07Holding\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05pages\x18\x03 \x01(\r\x12\x17\n\x0f\x64\x65\x61\x64line_left_s\x18\x04 \x01(\x01\"\xa8\x02\n\x10\x41\x63\x63ountsResponse\x12\x13\n\x0bpages_total\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x12\n\npages_held\x18\x03 \x01(\r\x12\x14\n\x0cpages_cached\x18\x04 \x01(\r\x12%\n\x08holdings\x18\x05 \x03(\x0b\x32\x13.pdserve.v1.Holding\x12\x0e\n\x06intact\x18\x06 \x01(\x08\x12\r\n\x05\x66\x61ult\x18\x07 \x01(\t\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\t \x01(\x04\x12\x10\n\x08handoffs\x18\n \x01(\x04\x12\r\n\x05\x66orks\x18\x0b \x01(\x04\x12\x14\n\x0cshared_pages\x18\x0c \x01(\x04\x12\x14\n\x0c\x63opied_pages\x18\r \x01(\x04\"H\n\x0cTraceRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x14\n\x0c\x63hunk_tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\",\n\nTraceFault\x12\r\n\x05\x63heck\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"W\n\nTraceStart\x12\x11\n\tpositions\x18\x01 \x03(\x05\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x03(\r\x12&\n\x06\x66\x61ults\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TraceFault\"h\n\tTraceRows\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x0f\n\x07\x63olumns\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05norms\x18\x06 \x03(\x01\"s\n\tTracePart\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.TraceStartH\x00\x12%\n\x04rows\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.TraceRowsH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part\"\"\n\x0cProbeRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"d\n\nPartReport\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08\x63lock_ms\x18\x02 \x01(\x03\x12\x33\n\x0c\x63\x65rtificates\x18\x03 \x03(\x0b\x32\x1d.pdserve.v1.CertificateReport\"\x90\x01\n\x11\x43\x65rtificateReport\x12\x10\n\x08listener\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12\x13\n\x0bnot_after_s\x18\x03 \x01(\x03\x12\x1d\n\x15\x61uthority_not_after_s\x18\x04 \x01(\x03\x12&\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetail\"h\n\nPathReport\x12\x15\n\rdecode_worker\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\n\n\x02ms\x18\x03 \x01(\x01\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetail\"\xc9\x02\n\rProbeResponse\x12$\n\x04part\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.PartReport\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x13\n\x0bregistry_ms\x18\x05 \x01(\x01\x12/\n\x0eregistry_error\x18\x06 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetail\x12%\n\x05paths\x18\x07 \x03(\x0b\x32\x16.pdserve.v1.PathReport\x12\x16\n\x0epaths_left_out\x18\x08 \x01(\r\x12\x0f\n\x07kernels\x18\t \x01(\t\x12\x13\n\x0bkernels_why\x18\n \x01(\t\x12\x14\n\x0c\x63\x61\x63he_folder\x18\x0b \x01(\t\x12\x18\n\x10\x63\x61\x63he_free_bytes\x18\x0c \x01(\x04\x32\xd8\x02\n\x06Worker\x12\x41\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x18.pdserve.v1.WorkerStatus\x12J\n\x0cGetTokenizer\x12\x1f.pdserve.v1.GetTokenizerRequest\x1a\x17.pdserve.v1.BundlePiece0\x01\x12\x45\n\x08\x41\x63\x63ounts\x12\x1b.pdserve.v1.AccountsRequest\x1a\x1c.pdserve.v1.AccountsResponse\x12:\n\x05Trace\x12\x18.pdserve.v1.TraceRequest\x1a\x15.pdserve.v1.TracePart0\x01\x12<\n\x05Probe\x12\x18.pdserve.v1.ProbeRequest\x1a\x19.pdserve.v1.ProbeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DESCRIBEREQUEST']._serialized_start=65
-  _globals['_DESCRIBEREQUEST']._serialized_end=82
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=84
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=121
-  _globals['_BUNDLEPIECE']._serialized_start=123
-  _globals['_BUNDLEPIECE']._serialized_end=171
-  _globals['_ACCOUNTSREQUEST']._serialized_start=173
-  _globals['_ACCOUNTSREQUEST']._serialized_end=190
-  _globals['_HOLDING']._serialized_start=192
-  _globals['_HOLDING']._serialized_end=270
-  _globals['_ACCOUNTSRESPONSE']._serialized_start=273
-  _globals['_ACCOUNTSRESPONSE']._serialized_end=569
-  _globals['_TRACEREQUEST']._serialized_start=571
-  _globals['_TRACEREQUEST']._serialized_end=643
-  _globals['_TRACEFAULT']._serialized_start=645
-  _globals['_TRACEFAULT']._serialized_end=689
-  _globals['_TRACESTART']._serialized_start=691
-  _globals['_TRACESTART']._serialized_end=778
-  _globals['_TRACEROWS']._serialized_start=780
-  _globals['_TRACEROWS']._serialized_end=884
-  _globals['_TRACEPART']._serialized_start=886
-  _globals['_TRACEPART']._serialized_end=1001
-  _globals['_WORKER']._serialized_start=1004
-  _globals['_WORKER']._serialized_end=1286
+  _globals['_DESCRIBEREQUEST']._serialized_start=90
+  _globals['_DESCRIBEREQUEST']._serialized_end=107
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=109
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=146
+  _globals['_BUNDLEPIECE']._serialized_start=148
+  _globals['_BUNDLEPIECE']._serialized_end=196
+  _globals['_ACCOUNTSREQUEST']._serialized_start=198
+  _globals['_ACCOUNTSREQUEST']._serialized_end=215
+  _globals['_HOLDING']._serialized_start=217
+  _globals['_HOLDING']._serialized_end=295
+  _globals['_ACCOUNTSRESPONSE']._serialized_start=298
+  _globals['_ACCOUNTSRESPONSE']._serialized_end=594
+  _globals['_TRACEREQUEST']._serialized_start=596
+  _globals['_TRACEREQUEST']._serialized_end=668
+  _globals['_TRACEFAULT']._serialized_start=670
+  _globals['_TRACEFAULT']._serialized_end=714
+  _globals['_TRACESTART']._serialized_start=716
+  _globals['_TRACESTART']._serialized_end=803
+  _globals['_TRACEROWS']._serialized_start=805
+  _globals['_TRACEROWS']._serialized_end=909
+  _globals['_TRACEPART']._serialized_start=911
+  _globals['_TRACEPART']._serialized_end=1026
+  _globals['_PROBEREQUEST']._serialized_start=1028
+  _globals['_PROBEREQUEST']._serialized_end=1062
+  _globals['_PARTREPORT']._serialized_start=1064
+  _globals['_PARTREPORT']._serialized_end=1164
+  _globals['_CERTIFICATEREPORT']._serialized_start=1167
+  _globals['_CERTIFICATEREPORT']._serialized_end=1311
+  _globals['_PATHREPORT']._serialized_start=1313
+  _globals['_PATHREPORT']._serialized_end=1417
+  _globals['_PROBERESPONSE']._serialized_start=1420
+  _globals['_PROBERESPONSE']._serialized_end=1749
+  _globals['_WORKER']._serialized_start=1752
+  _globals['_WORKER']._serialized_end=2096
 # @@protoc_insertion_point(module_scope)

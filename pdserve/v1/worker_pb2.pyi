@@ -1,3 +1,4 @@
+from pdserve.v1 import common_pb2 as _common_pb2
 from pdserve.v1 import gateway_pb2 as _gateway_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -124,3 +125,73 @@ class TracePart(_message.Message):
     rows: TraceRows
     data: bytes
     def __init__(self, start: _Optional[_Union[TraceStart, _Mapping]] = ..., rows: _Optional[_Union[TraceRows, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("timeout_ms",)
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    timeout_ms: int
+    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+
+class PartReport(_message.Message):
+    __slots__ = ("version", "clock_ms", "certificates")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    clock_ms: int
+    certificates: _containers.RepeatedCompositeFieldContainer[CertificateReport]
+    def __init__(self, version: _Optional[str] = ..., clock_ms: _Optional[int] = ..., certificates: _Optional[_Iterable[_Union[CertificateReport, _Mapping]]] = ...) -> None: ...
+
+class CertificateReport(_message.Message):
+    __slots__ = ("listener", "names", "not_after_s", "authority_not_after_s", "error")
+    LISTENER_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    NOT_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_NOT_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    listener: str
+    names: _containers.RepeatedScalarFieldContainer[str]
+    not_after_s: int
+    authority_not_after_s: int
+    error: _common_pb2.ErrorDetail
+    def __init__(self, listener: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., not_after_s: _Optional[int] = ..., authority_not_after_s: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class PathReport(_message.Message):
+    __slots__ = ("decode_worker", "address", "ms", "error")
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    decode_worker: str
+    address: str
+    ms: float
+    error: _common_pb2.ErrorDetail
+    def __init__(self, decode_worker: _Optional[str] = ..., address: _Optional[str] = ..., ms: _Optional[float] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("part", "worker_id", "incarnation", "lease_s", "registry_ms", "registry_error", "paths", "paths_left_out", "kernels", "kernels_why", "cache_folder", "cache_free_bytes")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_MS_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_ERROR_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    PATHS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_WHY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    part: PartReport
+    worker_id: str
+    incarnation: bytes
+    lease_s: float
+    registry_ms: float
+    registry_error: _common_pb2.ErrorDetail
+    paths: _containers.RepeatedCompositeFieldContainer[PathReport]
+    paths_left_out: int
+    kernels: str
+    kernels_why: str
+    cache_folder: str
+    cache_free_bytes: int
+    def __init__(self, part: _Optional[_Union[PartReport, _Mapping]] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., registry_ms: _Optional[float] = ..., registry_error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., paths_left_out: _Optional[int] = ..., kernels: _Optional[str] = ..., kernels_why: _Optional[str] = ..., cache_folder: _Optional[str] = ..., cache_free_bytes: _Optional[int] = ...) -> None: ...

@@ -55,6 +55,11 @@ class WorkerStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.TraceRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.TracePart.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/pdserve.v1.Worker/Probe',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.ProbeResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -90,6 +95,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """How this worker is, and what it reaches: its registry, and (prefill) a new connection to every Transfer listener of
+        the decode workers that the registry knows. The caller names no address. For `pdserve doctor`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +125,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.TraceRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.TracePart.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.ProbeRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.ProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +240,33 @@ class Worker:
             '/pdserve.v1.Worker/Trace',
             pdserve_dot_v1_dot_worker__pb2.TraceRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.TracePart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Worker/Probe',
+            pdserve_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

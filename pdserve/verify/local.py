@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from cache_transfer.contract import cache_identity
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.blocks import BlockManager
 from pdserve.engine.engine import Engine, OnLayer
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.observe import Observed, Recording
 from pdserve.engine.plan import Chunk, EngineConfig, StepOutput, StepPlan
+from pdserve.engine.prefix import Prefix
 from pdserve.engine.trace import StepTrace
 from pdserve.errors import ConfigError, DataLoss, Internal
 from pdserve.verify.models import Models, pages_for

@@ -23,7 +23,8 @@ from cache_transfer.contract import (
     cache_identity,
 )
 from cache_transfer.encoding import encode, sha256
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.blocks import BlockManager
+from pdserve.engine.prefix import Prefix
 from router.prefixes import chain
 from tests.cache_transfer.support import make_contract
 
@@ -199,8 +200,8 @@ def published(ids: tuple[int, ...]) -> BlockManager:
 def test_a_prefix_of_another_identity_is_never_found(name: str, collide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the digest finds is compared: weights, adapter, positions, mask, precision and tenant."""
     if collide:
-        monkeypatch.setattr("pdserve.engine.blocks._root", lambda identity: bytes(32))
-        monkeypatch.setattr("pdserve.engine.blocks._chain", lambda parent, content: bytes(32))
+        monkeypatch.setattr("pdserve.engine.prefix._root", lambda identity: bytes(32))
+        monkeypatch.setattr("pdserve.engine.prefix._chain", lambda parent, content: bytes(32))
     ids = tuple(range(8))
     books = published(ids)
     assert books.match(Prefix(OTHERS[name], ids, 4), 8) == ((), 0)
@@ -218,7 +219,7 @@ DIGESTS = """
 import json
 from dataclasses import replace
 from cache_transfer.contract import HandoffIdentity, PositionScheme, cache_identity, prompt_digest
-from pdserve.engine.blocks import Prefix
+from pdserve.engine.prefix import Prefix
 from pdserve.tokenizer import Bundle
 from router.gate import group_key
 from router.prefixes import chain

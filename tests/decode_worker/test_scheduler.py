@@ -15,8 +15,9 @@ from decode_worker.scheduler import Scheduler
 from decode_worker.sequence import FirstLogits, Outcome, Sequence, State
 from decode_worker.step import DecodeOutput
 from decode_worker.stream import EventStream
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.blocks import BlockManager
 from pdserve.engine.plan import Chunk, StepCounters
+from pdserve.engine.prefix import Prefix
 from pdserve.errors import Exhausted, Internal, Refused
 from pdserve.request import SamplingParams
 from tests.engine.tiny import prompt, tiny_engine

@@ -19,7 +19,7 @@ import pytest_asyncio
 import torch
 
 from pdserve.client import AsyncClient, Completion
-from pdserve.engine import blocks
+from pdserve.engine import blocks, prefix
 from pdserve.engine.checks import TOLERANCES
 from pdserve.errors import InvalidRequest
 from pdserve.local import LocalRunner
@@ -285,7 +285,7 @@ async def confuse(made: Stack) -> list[tuple[tuple[int, ...], Completion]]:
 
 @pytest.mark.parametrize("kind", COLLISIONS)
 async def test_equal_digests_are_not_enough(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, *COLLISIONS[kind])
+    monkeypatch.setattr(prefix, *COLLISIONS[kind])
     async with pair() as made:
         for ids, got in await confuse(made):
             assert got.ids == expected(ids).ids
@@ -306,10 +306,10 @@ async def ask_as(made: Stack, tenant: str, ids: tuple[int, ...]) -> Completion:
 @pytest.mark.parametrize("compared", [True, False])
 async def test_equal_digests_do_not_join_tenants(kind: str, compared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prompt under the same digests; without the comparison the other tenant would be served from it."""
-    monkeypatch.setattr(blocks, *COLLISIONS[kind])
-    monkeypatch.setattr(blocks, "_root", lambda identity: SAME)
+    monkeypatch.setattr(prefix, *COLLISIONS[kind])
+    monkeypatch.setattr(prefix, "_root", lambda identity: SAME)
     if not compared:
-        monkeypatch.setattr(blocks, "_same", lambda found, wanted: True)
+        monkeypatch.setattr(blocks, "same", lambda found, wanted: True)
     ids = prompt(5, seed=3)
     async with pair(tenants=tuple(Tenant.of(name, key) for name, key in KEYS.items())) as made:
         counts = [found(await ask_as(made, tenant, ids)) for tenant in ("acme", "acme", "zeta")]
@@ -319,8 +319,8 @@ async def test_equal_digests_do_not_join_tenants(kind: str, compared: bool, monk
 @pytest.mark.parametrize("kind", ["all pages", "other ids", "other parent"])
 async def test_without_the_comparison_they_would_answer_wrongly(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plant that shows what the comparison is for."""
-    monkeypatch.setattr(blocks, *COLLISIONS[kind])
-    monkeypatch.setattr(blocks, "_same", lambda found, wanted: True)
+    monkeypatch.setattr(prefix, *COLLISIONS[kind])
+    monkeypatch.setattr(blocks, "same", lambda found, wanted: True)
     async with pair() as made:
         answers = await confuse(made)
         assert any(made.first_logits(got) != expected(ids).first_logits for ids, got in answers)

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.engine import blocks
-from pdserve.engine.blocks import BlockManager, CachedPage, Link, Prefix
+from pdserve.engine import prefix as chains
+from pdserve.engine.blocks import BlockManager, CachedPage
+from pdserve.engine.prefix import Link, Prefix
 from pdserve.errors import ConfigError, Exhausted, Internal
 
 A, B = b"tenant-a", b"tenant-b"
@@ -67,8 +68,8 @@ def test_evicting_a_page_forgets_what_hangs_below_it() -> None:
 
 
 def test_content_is_compared_even_when_digests_collide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_chain", lambda parent, ids: b"same")
-    monkeypatch.setattr(blocks, "_root", lambda identity: b"root")
+    monkeypatch.setattr(chains, "_chain", lambda parent, ids: b"same")
+    monkeypatch.setattr(chains, "_root", lambda identity: b"root")
     manager = BlockManager(4, 2)
     manager.publish(prefix(A, (1, 2)), manager.allocate("r", 1))
     assert manager.match(prefix(A, (1, 2)), 2)[1] == 2
@@ -125,7 +126,7 @@ def _plant(manager: BlockManager, fault: str) -> None:
         _relink(manager, 2, content=b"other")
     elif fault == "page 2 hangs below a page that is gone":
         link = manager._cached[2].link
-        _relink(manager, 2, parent=b"gone", key=blocks._chain(b"gone", link.content))
+        _relink(manager, 2, parent=b"gone", key=chains._chain(b"gone", link.content))
     elif fault == "differ in number":
         manager._index[b"k"] = manager._cached[2]
     else:
@@ -225,13 +226,13 @@ def test_ten_thousand_random_steps_on_eight_pages() -> None:
 def test_every_page_of_a_sequence_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt is looked for, published, and published again with its output."""
     hashed: list[bytes] = []
-    chain = blocks._chain
+    chain = chains._chain
 
     def counted(parent: bytes, content: bytes) -> bytes:
         hashed.append(content)
         return chain(parent, content)
 
-    monkeypatch.setattr(blocks, "_chain", counted)
+    monkeypatch.setattr(chains, "_chain", counted)
     manager = BlockManager(600, 16)
     ids = tuple(range(8192))
     sequence = Prefix(A, ids, 16)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.blocks import BlockManager
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk
+from pdserve.engine.prefix import Prefix
 from tests.engine.tiny import prompt, run, spec, tiny_engine
 
 DTYPES = ("fp32", "bf16", "float64")

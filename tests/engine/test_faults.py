@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.engine import attention, batch, blocks, checks, deterministic, engine
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine import attention, batch, blocks, checks, deterministic, engine, prefix
+from pdserve.engine.blocks import BlockManager
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.engine import Engine
 from pdserve.engine.plain import Reads
 from pdserve.engine.plan import Chunk, EngineConfig, StepOutput, StepPlan
+from pdserve.engine.prefix import Prefix
 from pdserve.engine.trace import StepTrace
 from pdserve.errors import Internal
 from tests.engine.tiny import TINY, prompt, run, tiny_engine, tiny_model
@@ -190,9 +191,9 @@ def test_fully_masked_row_is_refused_when_the_mask_is_built(monkeypatch: pytest.
 
 
 def test_cache_of_another_adapter_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reported by the comparison after a hit (`blocks._same`), even if the digest forgets the identity."""
+    """Reported by the comparison after a hit (`prefix.same`), even if the digest forgets the identity."""
     ids = prompt(9, 4)
-    monkeypatch.setattr(blocks, "_root", lambda identity: b"forgot the identity")
+    monkeypatch.setattr(prefix, "_root", lambda identity: b"forgot the identity")
     plain, adapted = tiny_model(), tiny_model()
     assert isinstance(adapted.tensors, dict)
     adapted.tensors["layers.0.v.weight"] = adapted.tensors["layers.0.v.weight"] * 1.5
@@ -206,7 +207,7 @@ def test_cache_of_another_adapter_is_not_reused(monkeypatch: pytest.MonkeyPatch)
     want = run(second, Chunk("r", ids, 0, manager.allocate("fresh", 3))).logits["r"]
     assert manager.match(Prefix(b"adapter b", ids, 4), 8) == ((), 0)
 
-    monkeypatch.setattr(blocks, "_same", lambda *_: True)
+    monkeypatch.setattr(blocks, "same", lambda *_: True)
     found, tokens = manager.match(Prefix(b"adapter b", ids, 4), 8)
     assert tokens == 8
     manager.retain("polluted", found)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.blocks import BlockManager
 from pdserve.engine.order import Turns, delay_bound, pressing, share_out
+from pdserve.engine.prefix import Prefix
 from prefill_worker.scheduler import Prompt, Scheduler, State
 
 

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.blocks import BlockManager
 from pdserve.engine.plan import StepPlan
+from pdserve.engine.prefix import Prefix
 from pdserve.engine.rate import StepCost
 from pdserve.errors import ConfigError, Exhausted
 from prefill_worker.scheduler import Prompt, Scheduler, State

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from pdserve.engine.blocks import BlockManager, Prefix
+from pdserve.engine.blocks import BlockManager
+from pdserve.engine.prefix import Prefix
 from pdserve.registry.accounts import LEASE, ORPHAN, PIN, REQUEST, TICKET, Holding, Stake, take_stock
 
 NOW = 100.0

@@ -21,10 +21,10 @@ from pdserve.request import SamplingParams
 from pdserve.tokenizer import Tokenizer
 from pdserve.tokenizer.bundle import SAMPLING_NAMES
 from pdserve.v1 import gateway_pb2
+from router.gateway_ask import asks_from_proto
 from router.intake import with_defaults
 from router.openai_schema import parse_completion
 from router.request import Ask, TokenPrompt
-from router.service import ask_from_proto
 from tests.router.peers import BadDecode, serving
 from tests.router.support import MODEL, VOCAB, House, bundle, house, ids_of
 
@@ -283,8 +283,8 @@ async def test_options_left_out_have_the_models_own_defaults(made: House) -> Non
         assert with_defaults(ask, tokenizer) == expected
         assert with_defaults(ask, None) == ask.sampling
     asked = gateway_pb2.GenerateRequest(text="a", sampling={"top_k": 0})
-    assert with_defaults(ask_from_proto(asked, None), tokenizer) == SamplingParams(
+    assert with_defaults(asks_from_proto(asked, None)[0], tokenizer) == SamplingParams(
         temperature=0.5, repetition_penalty=1.25
     )
     sent, _ = build("a", {"temperature": 1.0})  # the client leaves open what its caller does
-    assert ask_from_proto(sent, None).unset == SAMPLING_NAMES - {"temperature"}
+    assert asks_from_proto(sent, None)[0].unset == SAMPLING_NAMES - {"temperature"}

@@ -79,7 +79,7 @@ def test_every_option_of_sampling_reaches_it_from_a_body(kind: str, more: dict[s
     ]
     assert at_default == []  # so that none of them can get lost unseen
     data = json.dumps(EVERY_OPTION | more).encode()
-    ask = parse_chat(data).ask(None) if kind == "chat" else parse_completion(data).asks()[0]
+    ask = parse_chat(data).ask() if kind == "chat" else parse_completion(data).asks()[0]
     assert ask.sampling == UNDERSTOOD
     assert ask.unset == frozenset()  # the model's own defaults have no say
 
@@ -93,7 +93,7 @@ def test_other_ways_to_write_an_option_mean_the_same() -> None:
         ({"temperature": 0}, SamplingParams(temperature=0.0)),
     ):
         data = json.dumps({"model": MODEL, "messages": MESSAGES} | written).encode()
-        assert parse_chat(data).ask(None).sampling == meant
+        assert parse_chat(data).ask().sampling == meant
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

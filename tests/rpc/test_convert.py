@@ -51,7 +51,7 @@ ATTEMPT = AttemptRecord(
 RECORD = HandoffRecord(
     "id", "p", "d", 2, 10, 8, 6, 2**40, 12, 1.5, 2.5, 3.5, 4.5, 5.5, (PAGE_SIZE,), ("n",), 9, "stop",
     6.5, 7.5, 8.5, 9.5, 10.5, (GroupPair(("p",), ("d", "e"), 1, 2, (PAGE_SIZE,)),), (GroupPair((), (), 3, 4),),
-    (ATTEMPT, AttemptRecord()), 3, 2, 7, 11, 5,
+    (ATTEMPT, AttemptRecord()), 3, 2, 7, 11, 5, "4bf92f3577b34da6a3ce929d0e0e4736",
 )  # fmt: skip
 CHOSEN = TokenLogprob(5, -0.5, 3)
 BATCH = TokenBatch(4, (5, 6), b"\xc3\xa9", (PositionLogprobs(CHOSEN, (TokenLogprob(1, -0.1, 0), CHOSEN)),) * 2, 1)

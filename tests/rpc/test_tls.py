@@ -141,6 +141,8 @@ async def test_each_service_takes_the_roles_that_need_it_and_no_others(folder: P
         ("Gateway", CLIENT),
         ("Gateway", OPERATOR),
         ("Gateway", ROUTER),
+        ("Operator", OPERATOR),
+        ("Operator", ROUTER),
     }
 
 

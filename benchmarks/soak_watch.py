@@ -1,0 +1,100 @@
+"""What the processes of a soak hold, from outside: memory, open descriptors, threads; and whether that grows.
+
+Memory is what is a process's alone and not of a file (RssAnon of proc(5)): weights, page pool, heap. A page pool is
+touched by and by, and a heap grows to the largest batch it has seen, hence the warm-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WARM_UP_S = 60.0  # of a process's life
+SPAN_S = 60.0  # of samples after it, at least, to speak of growth
+BLOCKS = 8
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    at: float  # monotonic seconds
+    memory: int  # bytes
+    descriptors: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Of a line through the samples: `slope` per minute, of which `bound` is uncertain (95 %)."""
+
+    slope: float
+    bound: float
+    level: float  # mean
+
+    @property
+    def sure(self) -> float:
+        """The least of it, as a share of the level; 0: it may be flat, or fall."""
+        return max(0.0, self.slope - self.bound) / self.level
+
+
+@dataclass
+class Watch:
+    """Samples of every process by its life, every `every_s`."""
+
+    lives: Callable[[], Mapping[str, int]]  # life -> process id
+    every_s: float
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        while True:
+            for life, pid in self.lives().items():
+                if (found := sample(pid)) is not None:
+                    self.samples.setdefault(life, []).append(found)
+            await asyncio.sleep(self.every_s)
+
+    def grown(self, life: str) -> Growth | None:
+        """Of its memory, once it was warm; None for one that did not live long enough to tell."""
+        mine = self.samples.get(life, [])
+        warm = [each for each in mine if each.at - mine[0].at >= WARM_UP_S]
+        if len(warm) < 2 * BLOCKS or warm[-1].at - warm[0].at < SPAN_S:
+            return None
+        return growth([(each.at, each.memory) for each in warm])
+
+
+def sample(pid: int) -> Sample | None:
+    """None for a process that has ended."""
+    place = Path(f"/proc/{pid}")
+    try:
+        told = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
+        if "RssAnon" not in told:
+            return None
+        kib = int(told["RssAnon"].split()[0])
+        descriptors = sum(1 for _ in (place / "fd").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return Sample(time.monotonic(), kib * 1024, descriptors, int(told["Threads"]))
+
+
+def growth(points: Sequence[tuple[float, float]]) -> Growth:
+    """A line through the medians of BLOCKS stretches: neighbouring samples are alike, so they are not counted apart.
+
+    Args:
+        points: (seconds, value), in order; at least BLOCKS.
+    """
+    size = len(points) / BLOCKS
+    blocks = [points[int(k * size) : int((k + 1) * size)] for k in range(BLOCKS)]
+    x = [statistics.mean(at for at, _ in block) / 60 for block in blocks]
+    y = [statistics.median(value for _, value in block) for block in blocks]
+    slope, intercept = statistics.linear_regression(x, y)
+    left = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True)) / (BLOCKS - 2)
+    spread = sum((a - statistics.mean(x)) ** 2 for a in x)
+    return Growth(slope, _T95 * math.sqrt(left / spread), statistics.mean(y))
+
+
+_T95 = 2.447  # Student's t of BLOCKS - 2 = 6 degrees of freedom, 0.975

@@ -1,0 +1,59 @@
+"""What workers of both pools tell in their metrics. Reads what the worker knows anyway, when it is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from pdserve import __version__
+from pdserve.registry.wire import STATES
+from pdserve.rpc.self_report import GRPC, certificate
+from pdserve.telemetry.counting import Labels
+from pdserve.telemetry.metrics import Families
+
+if TYPE_CHECKING:
+    from pdserve.registry.pool_worker import PoolWorker
+
+CERTIFICATE_ENDS = "When the certificate of a listener ends, in Unix seconds; 0: it cannot be read"
+KERNELS = ("plain", "building", "native", "failed")
+
+
+class PoolCollector(Collector):
+    """Subclasses add what is their pool's own."""
+
+    def __init__(self, worker: PoolWorker) -> None:
+        self._pool_worker = worker
+        self._families = Families(worker.role)
+
+    def collect(self) -> Iterator[Metric]:
+        worker, make = self._pool_worker, self._families
+        record = worker.record()
+        load = record.load
+        told = {"version": __version__, "worker": worker.worker_id, "model": worker.model}
+        yield make.info("build_info", "1; version, worker and model as labels", told)
+        yield make.tasks()
+        tls = worker.prober.tls
+        ends: dict[Labels, float] = {(GRPC,): certificate(GRPC, tls).not_after_s} if tls.enabled else {}
+        yield make.gauge("certificate_not_after_seconds", CERTIFICATE_ENDS, ends, ("listener",))
+        yield make.one_of("worker_state", "1 for the state the worker is in", "state", worker.state, STATES)
+        yield make.gauge("registry_up", "1 while the registry takes this worker's heartbeats", float(worker.heard))
+        yield make.gauge("requests_running", "Requests that hold pages", load.running)
+        yield make.gauge("requests_waiting", "Requests in the queue", load.waiting)
+        yield make.gauge("requests_waiting_limit", "Bound of the queue", load.waiting_limit)
+        yield make.gauge("queued_tokens", "Prompt tokens of requests here that are still to come", load.queued_tokens)
+        wait = "Seconds before a prompt as long as the longest step would begin"
+        yield make.gauge("predicted_wait_seconds", wait, load.predicted_wait_s)
+        free = load.pages_total - load.pages_held - load.pages_cached
+        pages: dict[Labels, float] = {("free",): free, ("held",): load.pages_held, ("cached",): load.pages_cached}
+        yield make.gauge("kv_cache_pages", "Pages of the pool by what is in them", pages, ("state",))
+        used = load.pages_held / load.pages_total if load.pages_total else 0.0
+        yield make.gauge("kv_cache_usage_ratio", "Part of the pool that requests hold", used)
+        yield make.gauge("adapters_loaded", "LoRA adapters in memory, replaced ones included", worker.adapters.count)
+        yield make.counter("engine_steps_total", "Functions that the engine's thread has run", load.steps)
+        busy = "Seconds that the engine's running step has taken so far; 0: idle"
+        yield make.gauge("engine_busy_seconds", busy, worker.busy_s)
+        kernels = worker.kernels().state
+        yield make.one_of("kernels", "1 for the kernels that compute here", "state", kernels, KERNELS)

@@ -1,0 +1,1 @@
+"""What the parts tell operators about themselves."""

@@ -1,0 +1,235 @@
+"""Two real routers on one real Redis hold a tenant's limits together, and neither waits for the other or for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import redis
+
+from pdserve.client import AsyncClient, Tokens
+from pdserve.errors import Exhausted, InvalidRequest
+from pdserve.registry.quota_notes import Usage, note_of, read_note
+from pdserve.registry.redis import RedisRegistry
+from pdserve.registry.redis_board import MAX_NOTE_BYTES
+from pdserve.registry.redis_latest import KEEP_S, MAX_ROUTERS
+from pdserve.registry.settings import RegistrySettings
+from pdserve.request import SamplingParams
+from router.app import Router
+from router.shared_quotas import QuotaShare
+from router.tenants import Tenant
+from tests.redis_server import RedisServer, running_redis
+from tests.router.support import House, router_settings
+
+pytestmark = pytest.mark.redis
+ACME, ZETA, FEW = (f"sk-{name}-0123456789abcdef" for name in ("acme", "zeta", "few"))
+LIMIT = 4
+TENANTS = (
+    replace(Tenant.of("acme", ACME), requests_per_minute=LIMIT),
+    replace(Tenant.of("zeta", ZETA), requests_per_minute=LIMIT),
+    replace(Tenant.of("few", FEW), concurrent=1),
+)
+REGISTRY = RegistrySettings(lease_s=30.0, heartbeat_s=0.5, timeout_s=1.0)
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def shared_redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_server(shared_redis: RedisServer) -> RedisServer:
+    with redis.Redis(port=shared_redis.port) as client:
+        client.flushall()
+    return shared_redis
+
+
+def a_router(server: RedisServer) -> Router:
+    """Exchanges when a test says so, and once at its start and end."""
+    return Router(router_settings(registry=replace(REGISTRY, url=server.url), share_s=3600.0, tenants=TENANTS))
+
+
+@asynccontextmanager
+async def two_routers(server: RedisServer) -> AsyncIterator[tuple[House, Router]]:
+    """One with the workers, and another."""
+    router, other = a_router(server), a_router(server)
+    made = House(router)
+    try:
+        await router.start()
+        await other.start()
+        await exchange(router, other)
+        await made.add_prefill("p0", registry=REGISTRY)
+        await made.add_decode("d0", registry=REGISTRY)
+        await other.pool.refresh()
+        yield made, other
+        await made.assert_nothing_held()
+    finally:
+        for worker in made.workers:
+            await worker.stop()
+        await router.stop()
+        await other.stop()
+
+
+def share_of(router: Router) -> QuotaShare:
+    assert router.quota_sharing is not None
+    return router.quota_sharing
+
+
+async def exchange(*routers: Router) -> None:
+    """Twice, as the first one was not told of by those after it."""
+    for router in (*routers, *routers):
+        await share_of(router).exchange()
+
+
+async def admitted(router: Router, key: str) -> int:
+    """How many requests one after the other are, until one is refused."""
+    count = 0
+    async with AsyncClient(router.address, api_key=key) as client:
+        while True:
+            try:
+                await client.complete(token_ids=(1, 2, 3), sampling=ONE_TOKEN)
+            except Exhausted as error:
+                assert error.reason == "TENANT_REQUESTS" and error.retry_after_ms > 0
+                return count
+            count += 1
+
+
+async def test_together_they_admit_the_limit_and_what_came_between_two_exchanges(redis_server: RedisServer) -> None:
+    async with two_routers(redis_server) as (made, other):
+        began = time.monotonic()
+        first = await admitted(made.router, ACME)  # all before the other can know
+        unknown = await admitted(other, ACME)
+        await exchange(made.router, other)
+        later = [await admitted(each, ACME) for each in (made.router, other)]
+
+        def come_back() -> float:
+            return (time.monotonic() - began) * LIMIT / 60
+
+        assert LIMIT <= first <= LIMIT + come_back() and LIMIT <= unknown <= LIMIT + come_back()
+        assert first + unknown + sum(later) <= 2 * LIMIT + come_back(), "limit x routers, if all comes at once"
+        # Once they know of each other the limit is one: nothing unknown comes in between.
+        began = time.monotonic()
+        known = await admitted(made.router, ZETA)
+        await exchange(made.router, other)
+        assert LIMIT <= known + await admitted(other, ZETA) <= LIMIT + come_back()
+        # One that starts now has learnt of it before its first request.
+        late = a_router(redis_server)
+        await late.start()
+        try:
+            assert known + await admitted(late, ZETA) <= LIMIT + come_back()
+        finally:
+            await late.stop()
+
+
+async def test_without_redis_each_goes_by_what_it_sees(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with two_routers(redis_server) as (made, other):
+        redis_server.kill()
+        try:
+            with caplog.at_level(logging.WARNING, "router.sharing"):
+                for _ in range(2):
+                    await share_of(made.router).exchange()
+            assert "cannot be used" in share_of(made.router).warning
+            assert len([r for r in caplog.records if "limits are not shared" in r.getMessage()]) == 1, "said once"
+            began = time.monotonic()
+            for each in (made.router, other):
+                assert LIMIT <= await admitted(each, ACME) <= LIMIT + (time.monotonic() - began) * LIMIT / 60
+        finally:
+            redis_server.start()
+        await exchange(made.router, other)  # a Redis that lost everything is told again
+        assert share_of(made.router).warning == ""
+        owed = [router.quotas.told()["acme"].requests_owed for router in (made.router, other)]
+        assert all(LIMIT < each <= 2 * LIMIT for each in owed), "what was too much is waited out"
+
+
+async def test_one_in_flight_anywhere(redis_server: RedisServer) -> None:
+    async with two_routers(redis_server) as (made, other):
+        long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+        async with (
+            AsyncClient(made.router.address, api_key=FEW) as here,
+            AsyncClient(other.address, api_key=FEW) as there,
+        ):
+            async with aclosing(here.generate(token_ids=(1, 2, 3), sampling=long)) as events:
+                async for event in events:
+                    if isinstance(event, Tokens):
+                        break
+                await exchange(made.router, other)
+                with pytest.raises(Exhausted) as caught:
+                    await there.complete(token_ids=(1, 2, 3), sampling=ONE_TOKEN)
+                assert caught.value.reason == "TENANT_CONCURRENT"
+            await made.router.orchestrator.idle()
+            await made.router.quota_sharing.stop()  # type: ignore[union-attr]  # tells a last time
+            await share_of(other).exchange()
+            await there.complete(token_ids=(1, 2, 3), sampling=ONE_TOKEN)
+
+
+async def test_what_no_router_wrote_is_left_out_and_counted(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = a_router(redis_server)
+    await router.start()
+    share = share_of(router)
+    try:
+        with redis.Redis(port=redis_server.port) as client, caplog.at_level(logging.WARNING, "router.shared_quotas"):
+            now = b"%d " % (time.time() * 1000)
+            odd: dict[bytes, bytes] = {
+                b"no time": b"x",
+                b"": b"",
+                b"negative": b"-1 x",
+                b"not a number": b"nan x",
+                b"not yet": b"99999999999999 x",
+                b"large": now + b"x" * (MAX_NOTE_BYTES + 100),
+                b"no message": now + b"\xff\xff",
+                b"owes for ever": now + note_of({"acme": Usage(1, 1, 1, float("inf"), 0.0)}),
+                b"owes less": now + note_of({"acme": Usage(1, 1, 1, 0.0, -1.0)}),
+                b"nobody": now + note_of({"": Usage(1)}),
+                b"twice": now + note_of({"acme": Usage(1)}) * 2,
+            }
+            client.hset("pdserve:quotas", mapping=odd)
+            client.hset("pdserve:quotas", "old", b"%d x" % ((time.time() - KEEP_S - 60) * 1000))
+            await share.exchange()
+            assert share.ignored == len(odd) and share.warning == ""
+            assert router.quotas.told() == {}
+            await share.exchange()  # what nobody can read as a note is gone; what looks like one stays for KEEP_S
+            assert share.ignored == len(odd) + 5
+            assert len([r for r in caplog.records if "somebody else writes" in r.getMessage()]) == 1, "said once"
+            # Another kind of key, and one that was filled up: begun anew.
+            client.set("pdserve:quotas", "a text")
+            await share.exchange()
+            assert client.hlen("pdserve:quotas") == 1
+            client.hset("pdserve:quotas", mapping={b"%d" % n: now for n in range(MAX_ROUTERS)})
+            await share.exchange()
+            assert client.hlen("pdserve:quotas") == 1 and 0 < client.ttl("pdserve:quotas") <= 3600
+            assert share.ignored == len(odd) + 7 and share.warning == ""
+    finally:
+        await router.stop()
+
+
+async def test_a_router_without_limits_tells_nothing(redis_server: RedisServer) -> None:
+    plain = Router(router_settings(registry=replace(REGISTRY, url=redis_server.url)))
+    assert plain.quota_sharing is None and plain.sharing is not None
+    await plain.stop()
+
+
+async def test_a_note_of_many_tenants_holds_those_that_are_busy(redis_server: RedisServer) -> None:
+    many = {f"tenant-{n:05}": Usage(n + 1, 1000 * n, 0, 0.0, float(n % 2)) for n in range(4000)}
+    note = note_of(many)
+    assert len(note) <= MAX_NOTE_BYTES
+    said = read_note(note)
+    assert len(said) > 1500 and all(many[name] == usage for name, usage in said.items())
+    assert all(usage.busy for usage in said.values())
+    with pytest.raises(InvalidRequest):
+        read_note(note[:-1])
+    one, two = (RedisRegistry(redis_server.url) for _ in range(2))
+    writer, reader = one.latest(), two.latest()
+    await writer.exchange(note)
+    assert [each.text for each in await reader.exchange(b"")] == [note], "as it was written"
+    for registry in (one, two):
+        await registry.close()
