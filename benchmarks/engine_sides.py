@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from torch import Tensor
+
 from benchmarks.engine_cases import MARGIN
 from benchmarks.peers.process import VLLM_ENVIRONMENT, PeerError, PeerProcess, find_model, find_python
 from pdserve.engine.blocks import BlockManager
@@ -36,6 +39,11 @@ class Side(Protocol):
     def decode(self, steps: int) -> float:
         """Seconds of further greedy steps, one token per sequence and step."""
         ...
+
+
+def greedy(logits: Tensor) -> int:
+    """Of the last row, [rows, vocab]; as the decode worker's sampler does it (decode_worker/sampling.py)."""
+    return int(np.argmax(logits[-1].numpy()))
 
 
 class Ours:
@@ -72,14 +80,14 @@ class Ours:
                 chunk = Chunk("p", ids[start:end], start, pages, "last" if end == len(ids) else "none")
                 logits = self._engine.step(StepPlan((chunk,))).logits
             self._tables.append(pages)
-            self._last.append(int(logits["p"][-1].argmax()))
+            self._last.append(greedy(logits["p"]))
 
     def _step(self, ids: Sequence[int]) -> list[int]:
         rows = zip(ids, self._lengths, self._tables, strict=True)
         plan = StepPlan(tuple(Chunk(str(n), (id,), at, table) for n, (id, at, table) in enumerate(rows)))
         logits = self._engine.step(plan).logits
         self._lengths = [length + 1 for length in self._lengths]
-        return [int(logits[chunk.key][-1].argmax()) for chunk in plan.chunks]
+        return [greedy(logits[chunk.key]) for chunk in plan.chunks]
 
 
 class Peer:

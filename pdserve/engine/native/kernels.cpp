@@ -201,9 +201,11 @@ static void attention_inputs(const Model& m, const Layer& l, Step& s, const X* x
     s.stored = int32_t(kept / (2 * m.kv_heads));
 }
 
+// EXACT: a result that becomes a bf16 needs neither an exact exponential nor an exact division.
+template <bool EXACT>
 static f32x16 activated(int kind, f32x16 x) {
     switch (kind) {
-        case 0: return x / (1.0f + exp(-x));
+        case 0: return EXACT ? x / (1.0f + exp(-x)) : x * near_reciprocal(1.0f + exp2<false>(x * -LOG2_E));
         case 1: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
         case 2: return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
         default: return max(x, f32x16{});
@@ -231,7 +233,7 @@ static void attention_output(const Model& m, const Layer& l, const Step& s, cons
         for (int r = 0; r < t.rows; r++)
             by_lanes(t.outputs, [&](int i, int n) {
                 const float* at = t.at + r * t.ld + i;
-                f32x16 h = activated(m.activation, load(at, n));
+                f32x16 h = activated<(sizeof(X) > 2)>(m.activation, load(at, n));
                 if (m.gated) h *= load(at + t.gap, n);
                 store(active + long(t.first_row + r) * m.ffn + t.first + i, h, n);
             });

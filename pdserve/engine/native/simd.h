@@ -216,7 +216,7 @@ INLINE f32x16 exp2_near_zero(f32x16 r) {
     return p * r + 1.0f;
 }
 
-// 2^x for finite x up to 100; zero far below. A NaN stays one.
+// 2^x for finite x; zero far below, infinite or 2^126 far above. A NaN stays one.
 template <bool EXACT>
 INLINE f32x16 exp2(f32x16 x) {
 #ifdef PDSERVE_AVX512
@@ -225,10 +225,19 @@ INLINE f32x16 exp2(f32x16 x) {
 #else
     f32x16 bottom = splat(-126.0f);
     i32x16 alive = x > bottom, nan = x != x;
-    f32x16 y = max(bottom, x);
+    f32x16 top = splat(126.0f), y = max(bottom, x > top ? top : x);
     f32x16 shifted = y + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are round(y)
     f32x16 out = exp2_near_zero<EXACT>(y - (shifted - 12582912.0f)) * (f32x16)(((i32x16)shifted - 0x4b400000 + 127) << 23);
     return nan ? x : (f32x16)((i32x16)out & alive);
+#endif
+}
+
+// 1 / x, where there is an instruction for it within 2^-14.
+INLINE f32x16 near_reciprocal(f32x16 x) {
+#ifdef PDSERVE_AVX512
+    return (f32x16)_mm512_rcp14_ps((__m512)x);
+#else
+    return 1.0f / x;
 #endif
 }
 
