@@ -8,7 +8,7 @@ TESTS_AT_ONCE ?= 2
 PACKAGES := pdserve cache_transfer prefill_worker decode_worker router
 STUBS := -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(wildcard proto/pdserve/v1/*.proto)
 
-.PHONY: help demo test faults fuzz peers format lint types stubs check-stubs constraints clean
+.PHONY: help demo test faults fuzz peers format lint types stubs check-stubs constraints licences audit clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,12 @@ check-stubs: $(VENV)/.dev  ## fail when the committed stubs are not what proto/ 
 
 constraints: $(VENV)/.dev  ## pin what is installed now
 	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/^torch==([0-9.]+).*/torch==\1/' > constraints.txt
+
+licences: $(VENV)/.dev  ## write docs/licences.md from what is installed
+	$(BIN)/python -m tests.licences
+
+audit: $(VENV)/.dev  ## known vulnerabilities of what constraints.txt pins (asks PyPI and OSV)
+	$(BIN)/python -m tests.audit
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

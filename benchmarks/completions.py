@@ -23,6 +23,14 @@ class StreamError(Exception):
     """The server refused, reported an error within the stream, or ended it early."""
 
 
+class Refused(StreamError):
+    """The server answered with another status than 200."""
+
+    def __init__(self, status: int, retry_after_s: float, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text}")
+        self.status, self.retry_after_s = status, retry_after_s
+
+
 @dataclass(frozen=True)
 class Ask:
     """One request: `kind` names its class in the workload."""
@@ -54,6 +62,10 @@ class Outcome:
     """When an event with tokens came, and how many it had."""
     error: str = ""
     """Why it failed; tokens that came before stay in `arrivals`."""
+    status: int = 0
+    """Of the answer to a request that was refused before its first token; 0: it was not."""
+    retry_after_s: float = 0.0
+    """When such an answer says to come again; 0: it does not say."""
     record: dict[str, Any] = field(default_factory=dict)
     """The last attempt in pdserve's own account, where that was asked for."""
 
@@ -89,6 +101,8 @@ class Target:
     host: str
     port: int
     model: str
+    key: str = ""
+    """API key; empty: none is sent."""
 
     async def complete(self, ask: Ask) -> Outcome:
         """Never raises for what the server does: it is the outcome's error."""
@@ -111,6 +125,8 @@ async def stream(target: Target, ask: Ask, sent: float | None = None, **more: ob
                 raise StreamError(f"{outcome.tokens} tokens came instead of {ask.max_tokens}")
     except (StreamError, OSError, EOFError, ValueError, TimeoutError, asyncio.LimitOverrunError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
+        if isinstance(error, Refused):
+            outcome.status, outcome.retry_after_s = error.status, error.retry_after_s
     return outcome
 
 
@@ -134,7 +150,8 @@ async def events(target: Target, body: dict[str, object]) -> AsyncIterator[bytes
         await _send(target, writer, body)
         status, headers = await _head(reader)
         if status != 200:
-            raise StreamError(f"HTTP {status}: {(await _whole(reader, headers))[:300].decode(errors='replace')}")
+            text = (await _whole(reader, headers))[:300].decode(errors="replace")
+            raise Refused(status, float(headers.get("retry-after", 0)), text)
         if headers.get("transfer-encoding") != "chunked":
             raise StreamError("the answer is not chunked")
         pending = b""
@@ -167,9 +184,10 @@ async def post(target: Target, body: dict[str, object]) -> Any:
 
 async def _send(target: Target, writer: asyncio.StreamWriter, body: dict[str, object]) -> None:
     content = json.dumps(body).encode()
+    key = f"Authorization: Bearer {target.key}\r\n" if target.key else ""
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {target.host}:{target.port}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        f"{key}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
     writer.write(head.encode() + content)
     await writer.drain()

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pdserve.engine.adapter_files import load_adapter
 from pdserve.engine.engine import Engine
 from pdserve.engine.load import load_model
@@ -105,7 +107,8 @@ class Baseline:
     """One process with one engine, whose answers count."""
 
     def __init__(self, model: Path, adapters: Path, pages: int = 256) -> None:
-        """`adapters`: where the directories in `VERSIONS` are. Uses as many threads as torch has."""
+        """`adapters`: where the directories in `VERSIONS` are. In one thread, as each worker."""
+        torch.set_num_threads(1)
         bundle = load_bundle(model)
         config = EngineConfig(dtype="fp32", pages=pages, page_size=16, deterministic=True, kernels="plain")
         self._engine = Engine(load_model(model, "fp32"), config)

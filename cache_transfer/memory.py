@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from cache_transfer.digests import frame_digest
 from cache_transfer.messages import Frame, Frames, Outgoing, PackedFrames, Request, Response, SharedFrames
 from cache_transfer.receiver import Receiver
-from cache_transfer.transport import PushStream, Unpacked
+from cache_transfer.transport import PushStream
 from cache_transfer.waiting import settle
 from pdserve.errors import DataLoss, DeadlineExceeded, Internal, PdserveError
 

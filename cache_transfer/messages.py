@@ -6,6 +6,7 @@ receiver  Grant, Release*, Ack
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cache_transfer.contract import HandoffIdentity, WorkerContract
@@ -52,6 +53,15 @@ class FrameHeader:
     tokens: Range
     seq: int
     dtype: str
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A frame before its payload was read."""
+
+    header: bytes
+    payload_bytes: int
+    fill: Callable[[memoryview], None]  # writes the payload there, and keeps no view of it
 
 
 @dataclass(frozen=True)

@@ -53,18 +53,25 @@ class Outbox:
         while ahead and ahead[0][0] <= self._ready[layer]:
             self._ready[layer] = max(self._ready[layer], ahead.pop(0)[1])
 
-    def take(self, max_bytes: int, max_payload_bytes: int, max_frames: int = 1 << 20) -> list[FrameHeader]:
-        """The next frames that can be sent: about `max_bytes` in all, at least one if any and if `max_frames` allows.
+    def take(self, max_bytes: int, max_payload_bytes: int) -> list[FrameHeader]:
+        """The next frames that can be sent: about `max_bytes` in all, at least one if any.
 
         Raises Incompatible (FRAME_SIZE) when one row of one head exceeds `max_payload_bytes`.
         """
         self._plan(max_payload_bytes)
         taken: list[FrameHeader] = []
         total = 0
-        while self._frames and total < max_bytes and len(taken) < max_frames:
+        while self._frames and total < max_bytes:
             header, size = self._frames.popleft()
             taken.append(header)
             total += size
+        return taken
+
+    def take_all(self, max_payload_bytes: int) -> list[FrameHeader]:
+        """Every frame that can be sent. Raises as `take`."""
+        self._plan(max_payload_bytes)
+        taken = [header for header, _ in self._frames]
+        self._frames.clear()
         return taken
 
     def _plan(self, max_payload_bytes: int) -> None:

@@ -45,7 +45,9 @@ from pdserve.v1 import transfer_pb2 as pb
 _FRAME_TAG, _FRAMES_TAG = 2 << 3 | 2, 6 << 3 | 2
 _ONE_OF_FRAMES_TAG = 1 << 3 | 2
 _FIELD_TAGS = (1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)  # Frame.header, payload, digest
-_ONEOF = {number << 3 | 2: name for number, name in ((1, "open"), (3, "logits"), (4, "commit"), (5, "shared"), (7, "queued"))}
+_ONEOF = {
+    number << 3 | 2: name for number, name in ((1, "open"), (3, "logits"), (4, "commit"), (5, "shared"), (7, "queued"))
+}
 _MAX_VARINT_BYTES = 5
 _SMALL_BYTES = 64 << 10  # the contract of a larger opening is read anew each time
 

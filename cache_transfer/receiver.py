@@ -11,7 +11,7 @@ One attempt, from the first message of its stream:
      the error                           is raised to the sender
 
 For every claim the host hears exactly one of `verified` and `aborted`. Everything here runs on
-one event loop, except verifying and writing frames (writers.py).
+one event loop, except verifying and writing frames (intake.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Protocol
 from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.checks import check_logits
 from cache_transfer.contract import WorkerContract
-from cache_transfer.intake import Intake
+from cache_transfer.intake import AnyIntake, Incoming, Intake
 from cache_transfer.messages import (
     MAX_PAYLOAD_BYTES,
     Ack,
@@ -36,16 +36,21 @@ from cache_transfer.messages import (
     Frames,
     Logits,
     PushOpening,
+    Queued,
     Request,
     Response,
     SharedFrames,
     SharedMemory,
 )
 from cache_transfer.pages import PageSink
+from cache_transfer.queue_intake import QueueIntake
 from cache_transfer.refusals import out_of_order, sender_gone, stale
+from cache_transfer.shared import open_offered
 from cache_transfer.tickets import Claim, TicketBook
+from cache_transfer.tracing import Receipt
 from cache_transfer.waiting import Deadline, settle
 from pdserve.errors import Internal, PdserveError
+from pdserve.telemetry.traces import OFF, Traces
 
 log = logging.getLogger(__name__)
 
@@ -124,13 +129,18 @@ class _Attempt:
     deadline: Deadline
     book: TicketBook
     offer: SharedMemory | None  # of the sender's memory
-    intake: Intake | None = None
+    receipt: Receipt
+    idle_timeout_s: float
+    intake: AnyIntake | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def may_write(self) -> None:
         self.deadline.check()
         if not self.book.is_current(self.claim.handoff_id, self.claim.attempt):
             raise stale("this attempt is no longer current")
+
+    def progress(self) -> None:
+        self.deadline.extend(self.idle_timeout_s, "a frame")
 
     def on_error(self, error: PdserveError) -> None:
         self.deadline.interrupt(error)
@@ -140,8 +150,14 @@ class Receiver:
     """Takes the handoffs of one decode worker. Call `close` when no stream is left."""
 
     def __init__(
-        self, book: TicketBook, contract: WorkerContract, host: ReceiverHost, settings: ReceiverSettings | None = None
+        self,
+        book: TicketBook,
+        contract: WorkerContract,
+        host: ReceiverHost,
+        settings: ReceiverSettings | None = None,
+        traces: Traces = OFF,
     ) -> None:
+        self._traces = traces
         keep_freed_frames()
         self._book = book
         self._contract = contract
@@ -159,10 +175,11 @@ class Receiver:
             opening = await self._read_opening(stream)
             claim = self._book.claim(opening, self._contract)
             offer = opening.shared if self._settings.shared_memory else None
-            attempt = _Attempt(claim, Deadline(self._settings.handoff_timeout_s), self._book, offer)
+            deadline, receipt = Deadline(self._settings.handoff_timeout_s), Receipt(self._traces, claim)
+            attempt = _Attempt(claim, deadline, self._book, offer, receipt, self._settings.idle_timeout_s)
             report = await self._run_attempt(stream, attempt)
-            async with Deadline(self._settings.idle_timeout_s) as deadline:
-                deadline.extend(self._settings.idle_timeout_s, "the sender to take the acknowledgement")
+            async with Deadline(self._settings.idle_timeout_s) as last:
+                last.extend(self._settings.idle_timeout_s, "the sender to take the acknowledgement")
                 await stream.write(Ack(report.frames, report.payload_bytes))
         finally:
             self.active -= 1
@@ -217,6 +234,7 @@ class Receiver:
                 await attempt.intake.drain()
         finally:
             self._forget(attempt)
+            attempt.receipt.end(attempt.intake, error)
             if error is not None:
                 log.warning(
                     "handoff %s attempt %d aborted: %s: %s",
@@ -236,16 +254,14 @@ class Receiver:
             sink = await self._wait_for_pages(attempt, reading)
             attempt.may_write()
             granted_at = time.monotonic()
-            limit = self._settings.max_payload_bytes
-            intake = attempt.intake = Intake(
-                self._executor, sink, claim, self._contract, limit, attempt.offer, attempt, stream.write
-            )
+            attempt.receipt.granted()
+            intake = attempt.intake = self._make_intake(attempt, sink, stream)
             await stream.write(intake.grant)
             message = await self._next(stream, deadline, "a frame", reading)
         finally:
             reading.cancel()
             await settle((reading,))
-        while isinstance(message, (Frame, Frames, SharedFrames)):
+        while isinstance(message, (Frame, Frames, SharedFrames, Queued)):
             await intake.take(message)
             message = await self._next(stream, deadline, "a frame")
         if not isinstance(message, Logits):
@@ -254,10 +270,17 @@ class Receiver:
         commit = await self._next(stream, deadline, "the commit")
         if not isinstance(commit, Commit):
             raise out_of_order(commit, "commit")
+        attempt.receipt.committed()
         await intake.finish(message, commit)
         manifest = intake.manifest
         report = ReceiveReport(manifest.frames, manifest.payload_bytes, time.monotonic() - granted_at)
         return ReceivedLogits(message.dtype, message.data, message.position), report
+
+    def _make_intake(self, attempt: _Attempt, sink: PageSink, stream: ReceiverStream) -> AnyIntake:
+        claim, limit = attempt.claim, self._settings.max_payload_bytes
+        shared = open_offered(attempt.offer, claim.secret)
+        given = Incoming(self._executor, sink, claim, self._contract, limit, shared, attempt, stream.write)
+        return Intake(given) if shared is None or shared.queue is None else QueueIntake(given, shared.queue)
 
     async def _wait_for_pages(self, attempt: _Attempt, reading: asyncio.Future[Request | None]) -> PageSink:
         """The host's sink. A sender that speaks or ends its stream meanwhile ends the attempt, and its wait."""

@@ -5,9 +5,8 @@
                   any error, `fail`, cancellation or deadline: the stream is cancelled,
                   worker threads are drained, then `run` raises
 
-Queue: announced ranges (outbox.py). Producer: the engine thread. Consumer: `run`. Frames are read,
-hashed and encoded in worker threads, one batch of `_BATCH_BYTES` ahead of the stream: more would leave
-the processor's caches before it is sent. With shared memory (shared.py) a batch is one message.
+Frames travel in messages (message_frames.py) or through shared memory (ring_frames.py), as the grant says. They are
+read, hashed and written in worker threads. Queue: announced ranges (outbox.py). Producer: the engine thread.
 """
 
 from __future__ import annotations
@@ -19,37 +18,32 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 
-from cache_transfer.codec import encode_header, payload_size
 from cache_transfer.contract import HandoffIdentity, Ticket, WorkerContract
 from cache_transfer.digests import Manifest, logits_digest
+from cache_transfer.message_frames import MessageFrames
 from cache_transfer.messages import (
     MAX_FRAMES,
     MAX_PAYLOAD_BYTES,
     Ack,
     Commit,
-    FrameHeader,
     Grant,
     Logits,
-    PackedFrames,
     Release,
     SharedMemory,
 )
 from cache_transfer.opening import make_opening
 from cache_transfer.outbox import Outbox
-from cache_transfer.packing import copy_payload
+from cache_transfer.packing import Cargo
 from cache_transfer.pages import KVSource, Range
 from cache_transfer.refusals import honest, unexpected
+from cache_transfer.ring_frames import RingFrames
 from cache_transfer.shared import Ring, make_ring, on_this_machine
-from cache_transfer.transport import PushStream, Transport, Unpacked
+from cache_transfer.transport import PushStream, Transport
 from cache_transfer.waiting import Deadline, settle
 from pdserve.errors import DataLoss, Internal, PdserveError
 
 log = logging.getLogger(__name__)
-
-_BATCH_BYTES = 1 << 20
-_SHARED_BATCH_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -94,24 +88,18 @@ class HandoffSender:
         self._ticket = ticket
         self._identity = identity
         self._contract = contract
-        self._source = source
         self._logits_only = logits_only
-        self._max_payload_bytes = max_payload_bytes
         self._deadline_s = deadline_s
-        self._executor = executor
         self._range = (identity.end if logits_only else identity.start, identity.end)
-        self._outbox = Outbox(contract, *self._range)
-        self._ring: Ring | None = None  # offered, and from the grant on: agreed
-        self._together = MAX_FRAMES  # frames in a message
-        self._taken = self._released = 0  # frames that were begun, and those whose slots are free again
         self._manifest = Manifest(ticket.secret, identity)
+        self._outbox = Outbox(contract, *self._range)
+        self._cargo = Cargo(self._outbox, self._manifest, contract, source, ticket.secret, executor, max_payload_bytes)
+        self._ring: Ring | None = None  # offered, and from the grant on: agreed
         self._deadline = Deadline(deadline_s)
-        self._changed = asyncio.Event()
         self._grant: asyncio.Future[Grant] = self._loop.create_future()
         self._logits: Logits | None = None
-        self._jobs: set[asyncio.Future[list[PackedFrames]]] = set()
-        self._granted_at = self._sending_s = 0.0
-        self._started = self._committed = self._stopped = False
+        self._granted_at = 0.0
+        self._started = self._committed = False
 
     def computed(self, layer: int, tokens: Range) -> None:
         """Thread-safe. Every plane of `layer` is final in the source for `tokens`."""
@@ -153,7 +141,7 @@ class HandoffSender:
             raise DataLoss(f"the receiver acknowledged {ack}, sent were {self._manifest.frames} frames", reason="ACK")
         sent_tokens = self._range[1] - self._range[0]
         return SendReport(
-            ack.frames, ack.payload_bytes, sent_tokens, self._granted_at, time.monotonic(), self._sending_s
+            ack.frames, ack.payload_bytes, sent_tokens, self._granted_at, time.monotonic(), self._cargo.seconds
         )
 
     async def _push(self, stream: PushStream, reader: asyncio.Task[Ack]) -> Ack:
@@ -163,12 +151,14 @@ class HandoffSender:
         )
         await stream.send(opening)
         grant = await self._grant
-        if offer is not None and not grant.shared:
+        if offer is not None and not grant.queue:
             log.info("the receiver does not read shared memory: payloads go over the stream")
             self._drop_ring()
-        if self._ring is None:
-            self._together = min(grant.max_frames, MAX_FRAMES)
-        await self._send_frames(stream, min(self._max_payload_bytes, grant.max_payload_bytes))
+        self._cargo.max_payload_bytes = min(self._cargo.max_payload_bytes, grant.max_payload_bytes)
+        if self._ring is not None:
+            await RingFrames(self._cargo, self._ring).send(stream)
+        else:
+            await MessageFrames(self._cargo, self._transport, min(grant.max_frames, MAX_FRAMES)).send(stream)
         logits = await self._wait_for_logits()
         await stream.send(logits)
         start, end = self._range
@@ -181,62 +171,13 @@ class HandoffSender:
     def _offer_memory(self) -> SharedMemory | None:
         if self._logits_only or not self._transport.shares_memory or not on_this_machine(self._ticket.endpoints):
             return None
-        self._ring = make_ring(self._ticket.secret, *self._outbox.sizes(self._max_payload_bytes))
+        self._ring = make_ring(self._ticket.secret, *self._outbox.sizes(self._cargo.max_payload_bytes))
         return None if self._ring is None else self._ring.offer
-
-    async def _send_frames(self, stream: PushStream, max_payload_bytes: int) -> None:
-        packing: asyncio.Future[list[PackedFrames]] | None = None
-        while True:
-            ahead = packing or self._start_packing(max_payload_bytes)
-            if ahead is not None:
-                # Shielded: cancelling the wait must not lose track of the thread.
-                began = time.monotonic()
-                messages = await asyncio.shield(ahead)
-                packing = self._start_packing(max_payload_bytes)
-                for message in messages:
-                    for digest, payload_bytes in message.frames:
-                        self._manifest.add(digest, payload_bytes)
-                    await stream.send(message)
-                self._sending_s += time.monotonic() - began
-            elif self._outbox.done:
-                return
-            else:
-                await self._next_change()
 
     async def _wait_for_logits(self) -> Logits:
         while self._logits is None:
-            await self._next_change()
+            await self._cargo.next_change()
         return self._logits
-
-    async def _next_change(self) -> None:
-        await self._changed.wait()
-        self._changed.clear()
-
-    def _start_packing(self, max_payload_bytes: int) -> asyncio.Future[list[PackedFrames]] | None:
-        """Begins the next batch; None: nothing is computed, or no slot is free."""
-        batch_bytes, frames = _BATCH_BYTES, _BATCH_BYTES
-        if self._ring is not None:
-            batch_bytes = _SHARED_BATCH_BYTES
-            frames = self._ring.slots - (self._taken - self._released)
-        headers = self._outbox.take(batch_bytes, max_payload_bytes, frames)
-        if not headers:
-            return None
-        self._taken += len(headers)
-        job = self._loop.run_in_executor(self._executor, self._pack, headers)
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
-        return job
-
-    def _pack(self, headers: list[FrameHeader]) -> list[PackedFrames]:
-        """Reads, hashes and encodes frames. Runs in a worker thread."""
-        pack = self._transport.pack if self._ring is None else self._ring.pack
-        frames = [Unpacked(encode_header(h), payload_size(self._contract, h), partial(self._read, h)) for h in headers]
-        parts = (frames[first : first + self._together] for first in range(0, len(frames), self._together))
-        return [pack(part, self._ticket.secret) for part in parts]
-
-    def _read(self, header: FrameHeader, out: memoryview) -> None:
-        if not self._stopped:  # else nothing of this is sent any more
-            copy_payload(self._source, header, out)
 
     async def _read_answers(self, stream: PushStream) -> Ack:
         grant = await stream.receive()
@@ -255,17 +196,17 @@ class HandoffSender:
         return ack
 
     def _on_release(self, release: Release) -> None:
-        if self._ring is None or not self._released <= release.frames <= self._manifest.frames:
-            raise unexpected(release, f"at most {self._manifest.frames} frames to be released")
-        self._released = release.frames
-        self._changed.set()
+        """How many frames are done stands in shared memory; this is only to say that it was looked for."""
+        if self._ring is None or release.frames > self._ring.packed:
+            raise unexpected(release, "no more frames to be released than were sent")
+        self._cargo.changed.set()
 
     async def _close(self, stream: PushStream, reader: asyncio.Task[Ack]) -> None:
         """Nothing of this handoff runs or reads the source after this."""
-        self._stopped = True
         reader.cancel()
         try:
-            await settle((reader, *self._jobs))
+            await self._cargo.stop()
+            await settle((reader,))
         finally:
             self._drop_ring()
             await stream.close()
@@ -289,11 +230,11 @@ class HandoffSender:
             self._outbox.announce(layer, tokens)
         except PdserveError as error:
             self._deadline.interrupt(error)
-        self._changed.set()
+        self._cargo.changed.set()
 
     def _on_logits(self, logits: Logits) -> None:
         self._logits = logits
-        self._changed.set()
+        self._cargo.changed.set()
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and `run` over with it

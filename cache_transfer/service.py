@@ -10,6 +10,7 @@ import grpc
 from cache_transfer.messages import Request, Response
 from cache_transfer.push import decode_request, encode_response
 from cache_transfer.receiver import Receiver
+from pdserve.telemetry.context import enter, received
 
 SERVICE = "pdserve.v1.Transfer"
 
@@ -21,10 +22,13 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class TransferService:
     """Serves `receiver`. Errors become statuses in the server's interceptor (pdserve.rpc.served)."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, worker: str = "") -> None:
+        """`worker`: its id, for logs."""
         self._receiver = receiver
+        self._worker = worker
 
     async def Push(self, _requests: object, context: _Context) -> None:
+        enter(received(context.invocation_metadata(), "decode", self._worker))
         stream = _GrpcReceiverStream(context)
         try:
             await self._receiver.receive(stream)

@@ -1,15 +1,14 @@
 """Payloads through memory of the sender, where the receiver runs on the same machine.
 
-Only payloads take this way. Headers, digests, logits, commit and every answer stay on the stream,
-and the receiver alone writes pages. The memory is a ring of slots:
+Payloads take this way, and with a queue (shared_queue.py) the frames' headers and digests too. Logits, commit and every
+answer stay on the stream, and the receiver alone writes pages. The memory is a ring of slots:
 
-    free --filled and hashed--> announced (SharedFrames) --copied, verified, written--> free (Release)
+    free --filled and hashed--> announced --copied, verified, written--> free
 
 The sender makes it (an anonymous file, sealed so that it can never shrink, gone with its last
 descriptor whoever dies) and offers it in `open`; the receiver looks at it and says in the grant
-whether it will use it. The receiver copies a payload out with a read call, and looks at nothing
-but its copy from then on: the sender can change the slot at any time, but neither what was
-verified nor, since nothing is mapped, the receiver's address space.
+whether it will use it. The receiver copies a payload out first, and looks at nothing but its copy from then on:
+the sender can change the slot at any time, but not what was verified. Since the file cannot shrink, no access fails.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import logging
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from cache_transfer.contract import Endpoint
 from cache_transfer.digests import DIGEST_BYTES, frame_digest, memory_proof, same
-from cache_transfer.messages import PackedFrames, SharedFrame, SharedFrames, SharedMemory
-from cache_transfer.transport import Unpacked
+from cache_transfer.messages import SharedFrame, SharedMemory, Unpacked
+from cache_transfer.shared_queue import ENTRY_BYTES, MAX_ENTRIES, START, Queue
 from pdserve.errors import Internal, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,8 @@ TRANSPORT = "shm"
 
 _PAGE = mmap.PAGESIZE
 _RING_BYTES = 8 << 20  # more would leave the processors' caches
-_MAX_SLOTS = 64
+_MAX_SLOTS = 64  # and entries of the queue
+_PAYLOADS = -(-(START + _MAX_SLOTS * ENTRY_BYTES) // _PAGE) * _PAGE  # where they begin
 
 
 @cache
@@ -65,51 +65,64 @@ def on_this_machine(endpoints: Iterable[Endpoint]) -> bool:
 class Ring:
     """The sender's memory for one handoff. `close` it when nothing fills it any more.
 
-    Frame n of its stream has slot n modulo `slots`, so it may be packed once frame n - `slots` was released.
+    Frame n of its stream has slot n modulo `slots`, so it is packed when frame n - `slots` is done. Used by one
+    thread at a time.
     """
 
-    def __init__(self, secret: bytes, largest_payload: int, whole: int = _RING_BYTES) -> None:
+    def __init__(self, largest_payload: int, whole: int = _RING_BYTES) -> None:
         """Raises OSError where the system gives no memory.
 
         Args:
-            secret: the ticket's.
             whole: bytes of all payloads that will come.
         """
-        self._slot_bytes = -(-largest_payload // _PAGE) * _PAGE
-        self.slots = max(2, min(_MAX_SLOTS, min(_RING_BYTES, whole) // self._slot_bytes))
-        size = _PAGE + self.slots * self._slot_bytes
+        slot_bytes = -(-largest_payload // _PAGE) * _PAGE
+        slots = max(2, min(_MAX_SLOTS, min(_RING_BYTES, whole) // slot_bytes))
+        self._size = _PAYLOADS + slots * slot_bytes
         self._fd = os.memfd_create("pdserve-handoff", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self._fd, size)
+            os.ftruncate(self._fd, self._size)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             # All pages at once: one by one, as they are first written, they took longer than hashing what they hold.
-            memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            memory = mmap.mmap(self._fd, self._size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             self._memory: memoryview | None = memoryview(memory)
         except OSError:
             os.close(self._fd)
             raise
-        self._memory[:DIGEST_BYTES] = memory_proof(secret, size)
-        self._packed = 0
-        self.offer = SharedMemory(os.getpid(), self._fd, size)
+        self.queue = Queue(self._memory, _MAX_SLOTS)
+        self.slots = self.packed = 0
 
-    def pack(self, frames: Sequence[Unpacked], secret: bytes) -> PackedFrames:
-        """The next frames, as `Transport.pack`, with their payloads in the next slots."""
-        made = tuple(self._fill(each, secret) for each in frames)
-        return PackedFrames(SharedFrames(made), tuple((each.digest, each.size) for each in made))
+    def begin(self, secret: bytes, largest_payload: int, whole: int) -> SharedMemory | None:
+        """Makes it ready for a handoff with a ticket of `secret`; what to offer. None: it is too small for that."""
+        self._slot_bytes = -(-largest_payload // _PAGE) * _PAGE
+        self.slots = min(_MAX_SLOTS, (self._size - _PAYLOADS) // self._slot_bytes)
+        if self._memory is None or self.slots * self._slot_bytes < min(whole, _RING_BYTES // 2):
+            return None
+        self.packed = 0
+        self.queue.begin()
+        self._memory[:DIGEST_BYTES] = memory_proof(secret, self._size)
+        return SharedMemory(os.getpid(), self._fd, self._size, _MAX_SLOTS)
 
-    def _fill(self, frame: Unpacked, secret: bytes) -> SharedFrame:
+    def has_room(self) -> bool:
+        """Whether the next frame may be packed. Raises what `Queue.done` raises."""
+        return self.packed - self.queue.done(self.packed) < self.slots
+
+    def put(self, frame: Unpacked, secret: bytes) -> tuple[SharedFrame, bool]:
+        """Packs the next frame, for which there is room, and announces it. Whether the receiver must be woken."""
         size = frame.payload_bytes
         if self._memory is None or size > self._slot_bytes:
             raise Internal(f"no slot for a frame of {size} bytes")
-        offset = _PAGE + self._packed % self.slots * self._slot_bytes
-        self._packed += 1
+        offset = _PAYLOADS + self.packed % self.slots * self._slot_bytes
         payload = self._memory[offset : offset + size]
         frame.fill(payload)
-        return SharedFrame(frame.header, offset, size, frame_digest(secret, frame.header, payload))
+        placed = SharedFrame(frame.header, offset, size, frame_digest(secret, frame.header, payload))
+        wake = self.queue.put(self.packed, placed)
+        self.packed += 1
+        return placed, wake
 
     def close(self) -> None:
         """The memory goes when the receiver has closed it, too. Idempotent."""
         if self._memory is not None:
+            self.queue.close()
             self._memory = None  # unmapped with its last view
             os.close(self._fd)
 
@@ -117,9 +130,10 @@ class Ring:
 class Shared:
     """A sender's memory, as its receiver reads it. Threads may read; `close` when none does any more."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: mmap.mmap, entries: int) -> None:
         self._memory: mmap.mmap | None = memory
         self._size = len(memory)
+        self.queue = Queue(memoryview(memory), entries) if entries else None
 
     @classmethod
     def open(cls, offer: SharedMemory, secret: bytes) -> Shared:
@@ -133,7 +147,8 @@ class Shared:
             found = os.fstat(path)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 raise ValueError("it is not a file of this user")
-            fd = os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            way = os.O_RDWR if offer.entries else os.O_RDONLY  # a queue has counters of the receiver's
+            fd = os.open(f"/proc/self/fd/{path}", way | os.O_CLOEXEC | os.O_NONBLOCK)
         finally:
             os.close(path)
         try:
@@ -141,13 +156,15 @@ class Shared:
                 raise ValueError("it is not sealed against shrinking")
             if not DIGEST_BYTES <= os.fstat(fd).st_size == offer.size:
                 raise ValueError(f"it has not the {offer.size} bytes that were offered")
-            memory = mmap.mmap(fd, offer.size, prot=mmap.PROT_READ)
+            if offer.entries and offer.entries > min(MAX_ENTRIES, (offer.size - START) // ENTRY_BYTES):
+                raise ValueError(f"it has no room for {offer.entries} entries")
+            memory = mmap.mmap(fd, offer.size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if offer.entries else 0))
         finally:
             os.close(fd)
         if not same(memory[:DIGEST_BYTES], memory_proof(secret, offer.size)):
             memory.close()
             raise ValueError("its maker does not hold the ticket's secret")
-        return cls(memory)
+        return cls(memory, offer.entries)
 
     def check(self, frame: SharedFrame) -> None:
         """Raises InvalidRequest (SHARED_RANGE) unless the payload lies inside the memory."""
@@ -170,6 +187,8 @@ class Shared:
     def close(self) -> None:
         """Idempotent."""
         if self._memory is not None:
+            if self.queue is not None:
+                self.queue.close()
             self._memory.close()
             self._memory = None
 
@@ -182,13 +201,4 @@ def open_offered(offer: SharedMemory | None, secret: bytes) -> Shared | None:
         return Shared.open(offer, secret)
     except (OSError, ValueError) as error:
         log.warning("shared memory of process %d is not used: %s; payloads come over gRPC", offer.pid, error)
-        return None
-
-
-def make_ring(secret: bytes, largest_payload: int, whole: int) -> Ring | None:
-    """A ring to offer; None where the system gives none, and payloads go in frames."""
-    try:
-        return Ring(secret, largest_payload, whole)
-    except OSError as error:
-        log.warning("no shared memory for a handoff: %s; payloads go over gRPC", error)
         return None

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 import grpc
@@ -14,25 +13,17 @@ import grpc
 from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.digests import frame_digest
 from cache_transfer.framing import FrameBuffer
-from cache_transfer.messages import Outgoing, PackedFrames, Response
+from cache_transfer.messages import Outgoing, PackedFrames, Response, Unpacked
 from cache_transfer.push import decode_response, encode_request
+from cache_transfer.rings import Rings
+from cache_transfer.shared import Ring
 from pdserve.errors import DataLoss, PdserveError, Unavailable
 from pdserve.rpc.status import from_rpc_error, is_lost
 from pdserve.rpc.writing import write
-
-Fill = Callable[[memoryview], None]
+from pdserve.telemetry.context import outgoing
 
 PUSH_METHOD = "/pdserve.v1.Transfer/Push"
 RECEIVER_LOST = "RECEIVER_LOST"
-
-
-@dataclass(frozen=True)
-class Unpacked:
-    """A frame before its payload was read."""
-
-    header: bytes
-    payload_bytes: int
-    fill: Fill
 
 
 class PushStream(Protocol):
@@ -59,9 +50,6 @@ class PushStream(Protocol):
 
 
 class Transport(Protocol):
-    shares_memory: bool
-    """Whether a receiver on this machine may read payloads from this process's memory, if both agree."""
-
     def pack(self, frames: Sequence[Unpacked], secret: bytes) -> PackedFrames:
         """One message in the form that `send` takes. Called from worker threads.
 
@@ -76,17 +64,29 @@ class Transport(Protocol):
         """A new stream that lives for at most `deadline_s` seconds. Connects on first use."""
         ...
 
+    def take_ring(self, secret: bytes, largest_payload: int, whole: int) -> Ring | None:
+        """Memory to offer to a receiver on this machine, as `Rings.take`; None: payloads go over the stream."""
+        ...
+
+    def give_ring_back(self, ring: Ring, *, unused: bool) -> None:
+        """As `Rings.give_back`."""
+        ...
+
 
 class GrpcTransport:
     """Pushes over a channel of `pdserve.rpc.channel`. Belongs to that channel's event loop."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str = "", *, shares_memory: bool = False) -> None:
-        """`address` is named in errors that the receiver did not write itself."""
+    def __init__(self, channel: grpc.aio.Channel, address: str = "", rings: Rings | None = None) -> None:
+        """
+        Args:
+            address: named in errors that the receiver did not write itself.
+            rings: memory that receivers on this machine may read; None: none.
+        """
         keep_freed_frames()
         # No serializers: bytes in, bytes out; push.py does both.
         self._push: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(PUSH_METHOD)
         self._address = address
-        self.shares_memory = shares_memory
+        self._rings = rings
 
     def pack(self, frames: Sequence[Unpacked], secret: bytes) -> PackedFrames:
         buffer = FrameBuffer([(each.header, each.payload_bytes) for each in frames])
@@ -98,7 +98,14 @@ class GrpcTransport:
         return PackedFrames(buffer.seal(digests), tuple(zip(digests, sizes, strict=True)))
 
     def open(self, deadline_s: float) -> PushStream:
-        return _GrpcStream(self._push(timeout=deadline_s), self._address)
+        return _GrpcStream(self._push(timeout=deadline_s, metadata=outgoing()), self._address)
+
+    def take_ring(self, secret: bytes, largest_payload: int, whole: int) -> Ring | None:
+        return None if self._rings is None else self._rings.take(self._address, secret, largest_payload, whole)
+
+    def give_ring_back(self, ring: Ring, *, unused: bool) -> None:
+        if self._rings is not None:
+            self._rings.give_back(self._address, ring, unused=unused)
 
 
 class _GrpcStream:

@@ -24,6 +24,7 @@ from decode_worker.settings import DecodeSettings
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.handover import SequenceSink
 from pdserve.errors import Fenced, PdserveError, Refused
+from pdserve.telemetry.traces import OFF, Traces
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Handoffs:
         settings: DecodeSettings,
         changed: Callable[[], None],
         counted: Counted | None = None,
+        traces: Traces = OFF,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # Tickets name the Transfer listeners, which are known only once the server is bound.
@@ -54,7 +56,7 @@ class Handoffs:
             shared_memory=settings.shared_memory != "off",
             handoff_timeout_s=min(settings.handoff_s, settings.ticket_ttl_s + settings.receive_s),
         )
-        self.receiver = Receiver(self.book, contract, self, limits)
+        self.receiver = Receiver(self.book, contract, self, limits, traces)
         self._contract = contract
         self._scheduler = scheduler
         self._cache = cache
@@ -137,6 +139,7 @@ class Handoffs:
     def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:
         """Every byte is right: the sequence may compute. Raises Fenced if it was ended meanwhile."""
         sequence = self._sequence(claim)
+        sequence.verified_at = time.monotonic()
         sequence.first = FirstLogits(logits.dtype, bytes(logits.data))
         self.on_verified(sequence.key, logits)
         self.verified_count += 1

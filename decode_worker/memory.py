@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.sequence import RUNNING, Sequence, State
 from pdserve.engine.blocks import BlockManager
+from pdserve.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class Memory:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes all pages of a sequence that no step writes; the full ones stay findable until they are needed."""
-        log.info("%s: preempted, %d tokens were cached", sequence.key, sequence.cached)
+        log.info("%s: preempted, %d tokens were cached", sequence.key, sequence.cached, extra=about(sequence.scope))
         self.publish(sequence)
         self.release(sequence)
         sequence.reached, sequence.cached = max(sequence.reached, sequence.cached), 0

@@ -47,6 +47,8 @@ from pdserve.errors import Internal, PdserveError, Refused, Unavailable
 from pdserve.request import Grammar
 from pdserve.rpc.background import Background
 from pdserve.rpc.events import Prefilled
+from pdserve.telemetry.logs import about
+from pdserve.telemetry.traces import OFF, Traces
 from pdserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class Pipeline:
         background: Background,
         tokenizer: Tokenizer | None,
         incarnation: bytes,
+        traces: Traces = OFF,
     ) -> None:
         self.scheduler = Scheduler(
             blocks,
@@ -78,7 +81,7 @@ class Pipeline:
         self._wake = asyncio.Event()  # there may be something to plan
         self.counted = Counted()
         self.handoffs = Handoffs(
-            incarnation, limits.contract, self.scheduler, engine.cache, settings, self._wake.set, self.counted
+            incarnation, limits.contract, self.scheduler, engine.cache, settings, self._wake.set, self.counted, traces
         )
         self.quiet = asyncio.Event()
         """Set while no sequence is here."""
@@ -273,7 +276,8 @@ class Pipeline:
         if origin is None or all(choice.state in EXITS for choice in origin.choices):
             self.handoffs.forget(origin or sequence)
             self.counted.ended.add(outcome.state)
-        log.info("%s: %s%s", outcome.key, outcome.state, f" ({outcome.error})" if outcome.error else "")
+        error = f" ({outcome.error})" if outcome.error else ""
+        log.info("%s: %s%s", outcome.key, outcome.state, error, extra=about(sequence.scope))
         if self.scheduler.idle:
             self.quiet.set()
         self._wake.set()

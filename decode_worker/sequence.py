@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -45,6 +46,8 @@ from decode_worker.stream import EventStream
 from pdserve.engine.prefix import Prefix
 from pdserve.errors import Internal, PdserveError
 from pdserve.rpc.events import Finish
+from pdserve.telemetry.context import Scope, current
+from pdserve.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +138,9 @@ class Sequence:
     prefilling: bool = False  # and is not yet, as far as its first token
     reached: int = 0  # tokens that were cached before it was last preempted
     work: Work = field(default_factory=Work)
+    verified_at: float = 0.0  # monotonic seconds: its cache had come whole
+    started_at: float = 0.0  # the same: its first token was sampled here
+    scope: Scope = field(default_factory=current)  # for log lines of tasks that are not its call's
 
     @property
     def logits_only(self) -> bool:
@@ -188,8 +194,10 @@ class Sequence:
         """Raises Internal for a step that the drawing above does not have."""
         if state not in _NEXT.get(self.state, frozenset()):
             raise Internal(f"{self.key} cannot go from {self.state} to {state}", reason="SEQUENCE_STATE")
-        log.debug("%s: %s -> %s", self.key, self.state, state)
+        log.debug("%s: %s -> %s", self.key, self.state, state, extra=about(self.scope))
         self.state = state
+        if state is State.DECODING:
+            self.started_at = self.started_at or time.monotonic()
 
 
 @dataclass(frozen=True)

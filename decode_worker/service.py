@@ -21,6 +21,7 @@ from cache_transfer.wire import (
 from decode_worker.admission import Admission, DecodeRequest, Output, expected_identity
 from decode_worker.sequence import Sequence, State
 from decode_worker.stream import Event
+from decode_worker.tracing import GenerateTrace, generating
 from pdserve.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest, PdserveError
 from pdserve.registry.adapter_service import AdapterService
 from pdserve.registry.worker_service import WorkerService
@@ -47,12 +48,17 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._worker = worker
 
     async def Generate(self, requests: Requests, context: Context) -> None:
+        with generating(self._worker.traces, self._worker.worker_id, context.invocation_metadata()) as trace:
+            await self._generate(requests, context, trace)
+
+    async def _generate(self, requests: Requests, context: Context, trace: GenerateTrace) -> None:
         request = request_from_proto(await self._first(requests), self._worker.contract)
         if request.sampling.grammar is not None:
             await self._worker.pipeline.prepare(request.sampling.grammar)
         sequence, admission, ticket = self._worker.submit(
             request, remaining_s(context, self._worker.settings.generate_s)
         )
+        trace.sequence = sequence
         retries = asyncio.create_task(self._take_retries(requests, sequence), name=f"retries of {sequence.key}")
         try:
             if ticket is not None or sequence.here:  # else it is done already

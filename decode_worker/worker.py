@@ -94,10 +94,18 @@ class DecodeWorker(PoolWorker):
         )
         tokenizer = Tokenizer(bundle) if bundle else None
         self.pipeline = Pipeline(
-            self.engine, limits, settings, self.blocks, self._thread, self._background, tokenizer, self.incarnation
+            self.engine,
+            limits,
+            settings,
+            self.blocks,
+            self._thread,
+            self._background,
+            tokenizer,
+            self.incarnation,
+            self.traces,
         )
         self._transfer = Server(settings.rpc, settings.host, settings.transfer_port)
-        self._transfer.add(register_transfer, TransferService(self.pipeline.handoffs.receiver))
+        self._transfer.add(register_transfer, TransferService(self.pipeline.handoffs.receiver, self.worker_id))
         service.add_services(self._server, self)
 
     def submit(self, request: DecodeRequest, deadline_s: float = math.inf) -> tuple[Sequence, Admission, Ticket | None]:
@@ -152,6 +160,7 @@ class DecodeWorker(PoolWorker):
             prefill_token_us=1e6 * prompts.cost.full_token_s(self.settings.chunk_tokens) if prompts.computed else 0.0,
             prefill_pair_ns=1e9 * prompts.cost.pair_s if prompts.computed else 0.0,
             step_ms=1000 * self.pipeline.step_s,
+            batch_limit=self.settings.max_batch,
         )
 
     def accounts(self) -> Accounts:

@@ -42,6 +42,8 @@ WORKER_FLAGS: Flags = (
     ("--host", str, "HOST", "interface to listen on (default: loopback)"),
     ("--port", int, "PORT", "port to listen on; 0 takes any free one"),
     ("--advertise", str, "HOST:PORT", "address that others reach this worker by"),
+    ("--metrics-host", str, "HOST", "interface of the metrics page (default: loopback)"),
+    ("--metrics-port", int, "PORT", "port of the metrics page; 0 takes any free one, -1 none"),
 )
 ENGINE_FLAGS: Flags = (
     ("--dtype", str, "TYPE", "of weights and cache: fp32, bf16, fp16, float64, or auto: the checkpoint's own"),

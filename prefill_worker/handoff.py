@@ -21,6 +21,7 @@ from cache_transfer.transport import Transport
 from pdserve.errors import DeadlineExceeded, Incompatible, Internal, InvalidRequest, PdserveError, Refused
 from prefill_worker.admission import PrefillRequest
 from prefill_worker.scheduler import Prompt, State
+from prefill_worker.tracing import PromptTrace
 
 _LITTLE_ENDIAN = {"fp32": "<f4", "float64": "<f8"}
 
@@ -51,6 +52,7 @@ class Job:
     transport: Transport  # to it
     result: asyncio.Future[PrefillResult]
     received: float  # monotonic seconds, as all times here
+    trace: PromptTrace
     admitted: float = 0.0
     computing: float = 0.0  # first chunk started
     computed: float = 0.0  # logits ready

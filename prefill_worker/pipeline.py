@@ -33,16 +33,20 @@ from pdserve.engine.handover import SequenceSource
 from pdserve.engine.plan import StepOutput, StepPlan
 from pdserve.engine.prefix import Prefix
 from pdserve.engine.runner import EngineThread
-from pdserve.errors import DeadlineExceeded, Internal, PdserveError, Unavailable
+from pdserve.errors import Internal, PdserveError, Unavailable
 from pdserve.rpc.background import Background
+from pdserve.telemetry.logs import about
+from pdserve.telemetry.traces import OFF, Traces
 from prefill_worker.admission import PrefillRequest, receiver_address
 from prefill_worker.announce import Announcements
 from prefill_worker.handoff import Job, exit_state
-from prefill_worker.metrics import LEASE_ENDED, QUEUE_TIMEOUT, Counted
+from prefill_worker.metrics import Counted
+from prefill_worker.overdue import overdue
 from prefill_worker.peers import Peers
 from prefill_worker.scheduler import Prompt, Scheduler, State
 from prefill_worker.sending import SendRate
 from prefill_worker.settings import PrefillSettings
+from prefill_worker.tracing import PromptTrace
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +69,9 @@ class Pipeline:
         thread: EngineThread,
         peers: Peers,
         background: Background,
+        traces: Traces = OFF,
     ) -> None:
+        self._traces = traces
         self.scheduler = Scheduler(
             blocks,
             page_size=blocks.page_size,
@@ -120,7 +126,8 @@ class Pipeline:
         except PdserveError:
             self.scheduler.release(prompt, State.REFUSED)
             raise
-        job = Job(request, prompt, address, transport, asyncio.get_running_loop().create_future(), received=now)
+        trace = PromptTrace(self._traces, request, now)
+        job = Job(request, prompt, address, transport, asyncio.get_running_loop().create_future(), now, trace)
         self.jobs[prompt] = job
         self.quiet.clear()
         self._wake.set()
@@ -145,7 +152,7 @@ class Pipeline:
     def reap(self, now: float) -> None:
         """Ends what took too long. `now` in monotonic seconds."""
         for prompt in self.scheduler.overdue(now):
-            error = _overdue(prompt)
+            error = overdue(prompt)
             self.counted.reaped.add(error.reason)
             self.end(self.jobs[prompt], State.EXPIRED, error)
 
@@ -170,6 +177,7 @@ class Pipeline:
         """From leaving the queue to the end, whatever the end is: the only place that returns pages."""
         state, report = State.FAILED, None
         error: PdserveError | None = Internal("the handoff ended without an error", reason="HANDOFF")
+        job.trace.push(job.admitted)
         try:
             report = await sender.run()
             self.sending.observe(report)
@@ -191,11 +199,12 @@ class Pipeline:
         del self.jobs[job.prompt]
         self.counted.ended.add(job.prompt.state)
         self._background.spawn(self._peers.give_back(job.address), "connections")
+        job.trace.end(job, error, report)
+        prompt, extra = job.prompt, about(job.trace.scope)
         if error is None:
-            prompt = job.prompt
-            log.info("%s: released, %d tokens in %d steps", prompt.owner, len(prompt.ids), prompt.chunks)
+            log.info("%s: released, %d tokens in %d steps", prompt.owner, len(prompt.ids), prompt.chunks, extra=extra)
         else:
-            log.warning("%s: %s: %s: %s", job.prompt.owner, job.prompt.state, error.reason, error)
+            log.warning("%s: %s: %s: %s", prompt.owner, prompt.state, error.reason, error, extra=extra)
         job.settle(error, report)
         if not self.jobs:
             self.quiet.set()
@@ -284,19 +293,3 @@ class Pipeline:
             else:
                 self.scheduler.commit(prompt)
                 self.counted.prefill_s.observe(job.computed - job.computing)
-
-
-def _overdue(prompt: Prompt) -> DeadlineExceeded:
-    if prompt.state is State.QUEUED:
-        return DeadlineExceeded(
-            "the prompt waited too long for its turn",
-            reason=QUEUE_TIMEOUT,
-            remedy="send it to another prefill worker, or add one",
-            retryable=True,
-        )
-    return DeadlineExceeded(
-        "the handoff did not end within its lease, or its caller's deadline",
-        reason=LEASE_ENDED,
-        remedy="check that the decode worker has free pages, or raise lease_s",
-        retryable=True,
-    )

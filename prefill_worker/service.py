@@ -9,9 +9,11 @@ import grpc
 from cache_transfer.wire import contract_from_proto, identity_from_proto, ticket_from_proto
 from pdserve.errors import InvalidRequest
 from pdserve.registry.adapter_service import AdapterService
+from pdserve.registry.records import PREFILL
 from pdserve.registry.worker_service import WorkerService
 from pdserve.rpc.deadline import remaining_s
 from pdserve.rpc.server import Server
+from pdserve.telemetry.context import enter, received
 from pdserve.v1 import adapters_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
 from prefill_worker.admission import PrefillRequest
 
@@ -28,6 +30,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Run(
         self, request: prefill_pb2.RunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.RunResponse:
+        enter(received(context.invocation_metadata(), PREFILL, self._worker.worker_id))
         deadline_s = remaining_s(context, self._worker.settings.lease_s)
         result = await self._worker.run(request_from_proto(request), deadline_s)
         return prefill_pb2.RunResponse(

@@ -93,7 +93,7 @@ class PrefillWorker(PoolWorker):
         )
         self._peers = Peers(settings.rpc, shares_memory=settings.shared_memory != "off")
         self.pipeline = Pipeline(
-            self.engine, self.contract, settings, self.blocks, self._thread, self._peers, self._background
+            self.engine, self.contract, settings, self.blocks, self._thread, self._peers, self._background, self.traces
         )
         self._tracer = Tracer(
             self.engine,

@@ -206,7 +206,9 @@ class Router:
         if isinstance(self.registry, MemoryRegistry):  # each worker's heartbeats are one call that lasts
             rpc = replace(rpc, max_concurrent_calls=rpc.max_concurrent_calls + MAX_WORKERS)
         server = Server(rpc, settings.host, settings.port, extra_options=_SMALL_MESSAGES, interceptors=doors)
-        gateway = GatewayService(self.intake, self.orchestrator, self.pool, settings, name, self.authenticator)
+        gateway = GatewayService(
+            self.intake, self.orchestrator, self.pool, settings, name, self.authenticator, self.recent
+        )
         add_gateway(server, gateway)
         adapters = RouterAdapterService(self.pool, self.channels, settings, self.authenticator, self.intake.model)
         add_adapters(server, adapters)

@@ -32,7 +32,7 @@ from router.failures import mismatch, movable, silent, suspicious, unexpected
 from router.gate import Member, Pair
 from router.placement import cache_tokens
 from router.planner import Planner
-from router.pool import Pool
+from router.pool import Job, Pool
 from router.record import Account
 from router.request import Request
 from router.settings import RouterSettings
@@ -64,7 +64,9 @@ class Attempts:
         account = self._account
         request = account.fitted(pair)
         size = cache_tokens(account.prefill_tokens, request.max_tokens - account.prefilled_output)
-        job = self._pool.begin(pair.decode, 0, size, max(1, len(request.choices)))
+        job = self._pool.begin(pair.decode, 0, size, max(1, len(request.choices)), request.tenant)
+        # Counted from now on: other requests are placed while decode answers.
+        prompt = None if pair.here else self._begin_prompt(pair, request)
         try:
             async with DecodeCall(self._channels, pair.decode.address, left_s(request)) as call:
                 first = await self._admission(call, pair, request)
@@ -76,9 +78,14 @@ class Attempts:
                     account.accepted = True
                     seed = request.sampling.seed or 0
                     await self._backlog.put(Accepted(request.id, request.served, len(request.prompt_ids), seed))
-                return await self._prefill_and_stream(call, pair, request, first)
+                return await self._prefill_and_stream(call, pair, request, first, prompt)
         finally:
             self._pool.end(job)
+            if prompt is not None:
+                self._pool.end(prompt)
+
+    def _begin_prompt(self, pair: Pair, request: Request) -> Job:
+        return self._pool.begin(pair.prefill, len(request.ids), len(request.ids), tenant=request.tenant)
 
     async def _admission(self, call: DecodeCall, pair: Pair, request: Request) -> Admitted | Finish:
         """Decode's first answer: a Finish only if it has nothing left to do."""
@@ -94,14 +101,18 @@ class Attempts:
             return event
         raise unexpected(event, "before admitting the request")
 
-    async def _prefill_and_stream(self, call: DecodeCall, pair: Pair, request: Request, admitted: Admitted) -> Finish:
+    async def _prefill_and_stream(
+        self, call: DecodeCall, pair: Pair, request: Request, admitted: Admitted, prompt: Job | None
+    ) -> Finish:
         account, ticket = self._account, admitted.ticket
         while ticket is not None:
-            async with self._prefilling(pair, request, admitted, ticket) as prefill:
+            prompt = prompt or self._begin_prompt(pair, request)
+            async with self._prefilling(pair, request, admitted, ticket, prompt) as prefill:
                 error = await self._first_word(call, pair, prefill)
                 if error is None:
                     return await self._stream(await call.next(), call, pair, request, prefill)
             failed(self._pool, account, pair.prefill, error)
+            prompt = None
             following = self._planner.find(account, pair.decode)
             if following is not None and following.here and movable(error):
                 pair, ticket = following, None
@@ -123,7 +134,7 @@ class Attempts:
     async def _compute_and_stream(self, call: DecodeCall, pair: Pair, request: Request) -> Finish:
         """The decode worker computes the prompt, or had its cache whole before it was asked to."""
         limit_s = self._settings.first_token_timeout_s
-        job = self._pool.begin(pair.decode, len(request.ids), 0)
+        job = self._pool.begin(pair.decode, len(request.ids), 0, tenant=request.tenant)
         try:
             async with asyncio.timeout(limit_s):
                 event = await call.next()
@@ -172,13 +183,12 @@ class Attempts:
 
     @asynccontextmanager
     async def _prefilling(
-        self, pair: Pair, request: Request, admitted: Admitted, ticket: Ticket
+        self, pair: Pair, request: Request, admitted: Admitted, ticket: Ticket, job: Job
     ) -> AsyncGenerator[asyncio.Task[PrefillReport], None]:
-        """A Prefill/Run in progress; leaving cancels it."""
+        """A Prefill/Run in progress, which ends `job`; leaving cancels it."""
         start = admitted.identity.start if admitted.logits_only else ticket.held_tokens
         admitted = replace(admitted, identity=replace(admitted.identity, start=start))
         run = run_prefill(self._channels, pair.prefill.address, request, admitted, ticket, left_s(request))
-        job = self._pool.begin(pair.prefill, len(request.ids), len(request.ids))
         task = asyncio.create_task(run, name=f"{request.id}-prefill")
         # Its work is over long before the answer is, and also if this cleaning up is cut short.
         task.add_done_callback(lambda _: self._pool.end(job))

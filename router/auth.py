@@ -58,9 +58,14 @@ class Authenticator:
         return found[0]
 
 
+def is_operator(settings: RouterSettings, tenant: str) -> bool:
+    """Without tenants everyone is."""
+    return not settings.tenants or tenant in settings.operators
+
+
 def check_operator(settings: RouterSettings, tenant: str, what: str) -> None:
-    """Raises PermissionDenied for a tenant who may not do `what`; without tenants everyone may."""
-    if settings.tenants and tenant not in settings.operators:
+    """Raises PermissionDenied for a tenant who may not do `what`."""
+    if not is_operator(settings, tenant):
         raise PermissionDenied(
             f"tenant {shown(tenant)} may not {what}",
             reason="NOT_OPERATOR",

@@ -125,7 +125,12 @@ def _message(message: gateway_pb2.ChatMessage, where: str) -> dict[str, object]:
     """Besides role and content only what is set: a template may ask whether a name is there."""
     calls = _json(message.tool_calls_json, f"{where}.tool_calls_json", list)
     content = message.content if message.content or not calls else None
-    more = {"name": message.name, "tool_calls": calls, "tool_call_id": message.tool_call_id}
+    more = {
+        "name": message.name,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+    }
     return {"role": message.role, "content": content, **{key: value for key, value in more.items() if value}}
 
 

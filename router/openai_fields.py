@@ -5,9 +5,9 @@ Numbers are only typed here; their ranges are SamplingParams' business.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 
 from pdserve.errors import shown
 from pdserve.request import Grammar, SamplingParams
@@ -36,7 +36,8 @@ _PLAIN_OPTIONS = (
 
 
 class StreamOptions(Strict):
-    include_usage: StrictBool = False
+    include_usage: StrictBool | None = None
+    include_obfuscation: Literal[False] | None = None  # events are not padded
 
 
 class CommonBody(Strict):
@@ -61,18 +62,20 @@ class CommonBody(Strict):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: StrictBool | None = None  # beside the text, and so an event for every step of a stream
-    user: StrictStr | None = None  # accepted and ignored: a label of the caller's, never an identity
-    pdserve_record: StrictBool = False  # the handoff record, in the answer or in the last chunk of a stream
+    user: StrictStr | None = None  # this and the next three: labels of the caller's, taken and ignored
+    safety_identifier: StrictStr | None = None
+    metadata: dict[StrictStr, Any] | None = None
+    prompt_cache_key: StrictStr | None = None  # prefixes are found by their content
+    pdserve_record: StrictBool | None = None  # the handoff record, in the answer or in the last chunk of a stream
     skip_special_tokens: StrictBool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     store: Literal[False] | None = None
-    metadata: Annotated[dict[StrictStr, Any], Field(max_length=0)] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @property
     def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_stream(self) -> None:
         """Raises InvalidRequest for options of a stream without one."""
@@ -103,7 +106,7 @@ class CommonBody(Strict):
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop=() if not self.stop else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             grammar=self.grammar(),
             logit_bias={_token_id(key): _bias(bias) for key, bias in (self.logit_bias or {}).items()},
@@ -111,7 +114,23 @@ class CommonBody(Strict):
         )
 
 
-NEUTRAL = frozenset({"store", "metadata", "service_tier"})  # fields that are taken where they ask for nothing
+NEUTRAL = frozenset({"store", "service_tier"})  # fields that are taken where they ask for nothing
+_STRUCTURED = "send structured_outputs"
+_TEMPLATE = "send it in chat_template_kwargs, if the model's template knows it"
+INSTEAD = {
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "reasoning_effort": _TEMPLATE,
+    "enable_thinking": _TEMPLATE,
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "max_new_tokens": "send max_tokens",
+    "repeat_penalty": "send repetition_penalty",
+    "extra_body": "send what is in it beside the other fields",
+    "input": "send messages to /v1/chat/completions",
+}
 
 
 def _token_id(key: str) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -50,6 +52,8 @@ from router.tokens import encode, unknown_model
 
 log = logging.getLogger(__name__)
 
+SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
+
 AnswerTo = Callable[[Sequence[Checked]], Awaitable[Answer]]
 
 
@@ -72,18 +76,26 @@ class OpenAiApi:
 
     def app(self, more: Iterable[Route] = ()) -> Starlette:
         """The API, and routes of others who want its shape of errors."""
+        posts = {
+            "/v1/chat/completions": self.chat_completions,
+            "/v1/completions": self.completions,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self._known(self.chat_completions), methods=["POST"]),
-                Route("/v1/completions", self._known(self.completions), methods=["POST"]),
-                Route("/tokenize", self._known(self.tokenize), methods=["POST"]),
-                Route("/detokenize", self._known(self.detokenize), methods=["POST"]),
+                *(
+                    Route(path + slash, self._known(serve), methods=["POST"])
+                    for path, serve in posts.items()
+                    for slash in ("", "/")
+                ),
                 Route("/v1/models", self._known(self.list_models)),
                 Route("/v1/models/{name:path}", self._known(self.get_model)),
                 Route("/healthz", self.healthz),
                 Route("/readyz", self.readyz),
                 *more,
             ],
+            middleware=list(_cors(self._settings.cors_origins)),
             exception_handlers={
                 PdserveError: _on_error,
                 HTTPException: _on_http_exception,
@@ -151,6 +163,8 @@ class OpenAiApi:
 
     async def get_model(self, http: Request, tenant: str) -> Response:
         name = http.path_params["name"]
+        if not name:
+            return await self.list_models(http, tenant)
         served, listed = served_names(self._pool), listed_name(self._pool, name)
         if listed not in served:
             raise unknown_model(name, list(served))
@@ -207,6 +221,18 @@ class OpenAiApi:
         return bytes(data)
 
 
+def _cors(origins: Sequence[str]) -> Iterator[Middleware]:
+    """Lets pages of these origins ask. Cookies play no part: whoever asks needs an API key where there are tenants."""
+    if origins:
+        yield Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after"],
+        )
+
+
 def reply(status: int, body: Json, headers: dict[str, str] | None = None) -> Response:
     return Response(dumps(body), status, {**answer_headers(), **(headers or {})}, media_type="application/json")
 
@@ -228,7 +254,7 @@ async def _on_http_exception(http: Request, error: Exception) -> Response:
     """Unknown paths and methods, in OpenAI's shape too."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     wrong = f"{http.method[:MAX_SHOWN]} {http.url.path[:MAX_SHOWN]} is not served"
-    refused = NotFound(wrong, reason="UNKNOWN_URL", remedy="see docs/openai.md for what is")
+    refused = NotFound(wrong, reason="UNKNOWN_URL", remedy=f"use one of {', '.join(SERVED)}")
     if status == HTTP_405_METHOD_NOT_ALLOWED:
         allowed = getattr(error, "headers", None) or {}
         refused = NotFound(wrong, reason="METHOD_NOT_ALLOWED", remedy=f"use {allowed.get('Allow', 'another method')}")

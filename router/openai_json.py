@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,20 +25,32 @@ class Strict(BaseModel):
 Body = TypeVar("Body", bound=Strict)
 
 
-def parse(data: bytes, kind: type[Body], *, ids: str = "", neutral: frozenset[str] = frozenset()) -> Body:
+@dataclass(frozen=True)
+class KnownFields:
+    """What to say of fields that clients send, and that are not served."""
+
+    neutral: frozenset[str] = frozenset()  # only values are taken that ask for nothing
+    instead: Mapping[str, str] = field(default_factory=dict)  # unknown field -> remedy
+
+
+NONE = KnownFields()
+
+
+def parse(data: bytes, kind: type[Body], *, ids: str = "", known: KnownFields = NONE) -> Body:
     """Raises InvalidRequest naming the first field that is unknown, missing or of the wrong type.
+
+    An unknown field that is null asks for nothing, and is left out: clients write their whole objects.
 
     Args:
         ids: the field in which up to MAX_IDS token ids may stand beside the other entries.
-        neutral: fields of which only values that ask for nothing are taken.
     """
     try:
         if len(data) > _FEW_ENTRIES_BYTES:
             _check_marks(data, MAX_ENTRIES + (MAX_IDS if ids else 0))
             _check_entries(from_json(data), ids)
-        return kind.model_validate_json(data)
+        return _without_nulls(data, kind)
     except ValidationError as error:
-        raise _explain(error.errors(include_url=False)[0], neutral) from error
+        raise _explain(error.errors(include_url=False)[0], known) from error
     except ValueError as error:  # from_json's; ValidationError is one, too
         raise _not_json(str(error)) from error
 
@@ -47,18 +61,38 @@ def validate(value: Any, kind: type[Body], where: str) -> Body:
         return kind.model_validate(value)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        raise _explain({**problem, "loc": (where, *problem["loc"])}, frozenset()) from error
+        raise _explain({**problem, "loc": (where, *problem["loc"])}, NONE) from error
+
+
+def _without_nulls(data: bytes, kind: type[Body]) -> Body:
+    """The body, less unknown fields that are null. They are looked for only where a body cannot be taken as it is."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        nulls = [p["loc"] for p in problems if p["type"] == "extra_forbidden" and p["input"] is None]
+        if not nulls:
+            raise
+    body = from_json(data)
+    for *path, name in nulls:
+        place = body
+        for part in path:
+            known = isinstance(place, dict) or (isinstance(place, list) and isinstance(part, int))
+            place = place[part] if known and (isinstance(part, int) or part in place) else None
+        if isinstance(place, dict):
+            place.pop(name, None)
+    return kind.model_validate(body)
 
 
 def refused(field: str, problem: str, remedy: str, reason: str = "INVALID_FIELD") -> InvalidRequest:
     return InvalidRequest(problem, reason=reason, field=field, remedy=remedy)
 
 
-def _explain(problem: Any, neutral: frozenset[str]) -> InvalidRequest:
+def _explain(problem: Any, known: KnownFields) -> InvalidRequest:
     where = _path(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return refused(where, "this field is not supported", "leave it out", "UNKNOWN_FIELD")
-    if problem["loc"] and problem["loc"][0] in neutral:
+        return refused(where, "this field is not supported", known.instead.get(where, "leave it out"), "UNKNOWN_FIELD")
+    if problem["loc"] and problem["loc"][0] in known.neutral:
         return refused(str(problem["loc"][0]), "what it asks for is not supported", "leave it out", "UNKNOWN_FIELD")
     if problem["type"] == "missing":
         return refused(where, "this field is missing", "send it", "MISSING_FIELD")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
@@ -42,15 +42,16 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """One turn. The fields below `tool_call_id` exist because clients send answers back as they got them."""
+    """One turn. The fields below `reasoning_content` exist because clients send answers back as they got them."""
 
     role: StrictStr
     content: StrictStr | list[TextPart] | None = None
     name: StrictStr | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: StrictStr | None = None
+    reasoning_content: StrictStr | None = None  # some templates show it
     refusal: None = None
-    annotations: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
 
@@ -64,6 +65,7 @@ class Message(Strict):
             "name": self.name,
             "tool_calls": calls or None,
             "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
         }
         return {key: value for key, value in given.items() if value is not None}
 

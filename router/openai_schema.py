@@ -8,8 +8,8 @@ from pydantic import StrictBool, StrictInt, StrictStr
 
 from pdserve.errors import shown
 from pdserve.request import MAX_LOGPROBS, SamplingParams
-from router.openai_fields import NEUTRAL, CommonBody
-from router.openai_json import MAX_ENTRIES, Strict, parse, refused
+from router.openai_fields import INSTEAD, NEUTRAL, CommonBody
+from router.openai_json import MAX_ENTRIES, KnownFields, Strict, parse, refused
 from router.openai_messages import Message, ToolChoice, tool_use
 from router.prompts import check_echo, check_several, ids_of, prompts_answer, prompts_of
 from router.request import Ask, ChatPrompt, TextPrompt
@@ -28,7 +28,7 @@ class ChatCompletionBody(CommonBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
     add_generation_prompt: StrictBool | None = None
-    continue_final_message: StrictBool = False
+    continue_final_message: StrictBool | None = None
     chat_template_kwargs: dict[StrictStr, Any] | None = None
     modalities: tuple[Literal["text"]] | None = None  # that which asks for nothing: many clients send it
 
@@ -42,7 +42,7 @@ class ChatCompletionBody(CommonBody):
             prompt=self.prompt(tools is not None),
             sampling=sampling,
             model=self.model,
-            want_record=self.pdserve_record,
+            want_record=bool(self.pdserve_record),
             unset=self.unset,
             tools=tools,
             n=self.outputs,
@@ -52,8 +52,8 @@ class ChatCompletionBody(CommonBody):
         return ChatPrompt(
             messages=tuple(message.plain(f"messages[{n}]") for n, message in enumerate(self.messages)),
             tools=tuple(self.tools or ()) if with_tools else (),
-            add_generation_prompt=prompts_answer(self.add_generation_prompt, self.continue_final_message),
-            continue_final_message=self.continue_final_message,
+            add_generation_prompt=prompts_answer(self.add_generation_prompt, bool(self.continue_final_message)),
+            continue_final_message=bool(self.continue_final_message),
             variables=self.chat_template_kwargs or {},
         )
 
@@ -78,19 +78,19 @@ class CompletionBody(CommonBody):
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
     suffix: None = None
-    add_special_tokens: StrictBool = True
+    add_special_tokens: StrictBool | None = None
 
     def asks(self) -> tuple[Ask, ...]:
         """One for each prompt. Raises InvalidRequest for fields that contradict each other."""
-        prompts = prompts_of(self.prompt, self.add_special_tokens)
+        prompts = prompts_of(self.prompt, self.add_special_tokens is not False)
         if self.echo:
             check_echo(self.logprobs)
         if self.best_of is not None and self.best_of != self.outputs:
             problem = "the best of more answers than are wanted are not looked for"
             raise refused("best_of", problem, "leave it out, or set it to n")
-        check_several(len(prompts), self.outputs, self.pdserve_record, "pdserve_record")
+        record = bool(self.pdserve_record)
+        check_several(len(prompts), self.outputs, record, "pdserve_record")
         sampling = self._sampling()
-        record = self.pdserve_record
         return tuple(
             Ask(prompt, sampling, self.model, want_record=record, unset=self.unset, n=self.outputs)
             for prompt in prompts
@@ -110,9 +110,9 @@ class TokenizeBody(Strict):
     prompt: StrictStr | None = None
     messages: list[Message] | None = None
     tools: list[Any] | None = None
-    add_special_tokens: StrictBool = True
+    add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool | None = None
-    continue_final_message: StrictBool = False
+    continue_final_message: StrictBool | None = None
     chat_template_kwargs: dict[StrictStr, Any] | None = None
     return_token_strs: StrictBool | None = None
 
@@ -121,13 +121,13 @@ class TokenizeBody(Strict):
         if (self.prompt is None) == (self.messages is None):
             raise refused("prompt", "there must be a prompt or messages", "send one of them", "MISSING_FIELD")
         if self.prompt is not None:
-            return TextPrompt(self.prompt, self.add_special_tokens)
+            return TextPrompt(self.prompt, self.add_special_tokens is not False)
         tool_use(self.tools, None, None)
         return ChatPrompt(
             messages=tuple(message.plain(f"messages[{n}]") for n, message in enumerate(self.messages or ())),
             tools=tuple(self.tools or ()),
-            add_generation_prompt=prompts_answer(self.add_generation_prompt, self.continue_final_message),
-            continue_final_message=self.continue_final_message,
+            add_generation_prompt=prompts_answer(self.add_generation_prompt, bool(self.continue_final_message)),
+            continue_final_message=bool(self.continue_final_message),
             variables=self.chat_template_kwargs or {},
         )
 
@@ -144,20 +144,22 @@ class DetokenizeBody(Strict):
         return ids_of(self.tokens, "tokens")
 
 
-_CHAT_NEUTRAL = NEUTRAL | {"modalities"}
-_TEXT_NEUTRAL = NEUTRAL | {"suffix"}
+_TEXT_ONLY = dict.fromkeys(("prompt", "best_of", "echo", "suffix"), "send it to /v1/completions")
+_CHAT_ONLY = dict.fromkeys(("messages", "tools", "max_completion_tokens"), "send it to /v1/chat/completions")
+_CHAT_FIELDS = KnownFields(NEUTRAL | {"modalities"}, INSTEAD | _TEXT_ONLY)
+_TEXT_FIELDS = KnownFields(NEUTRAL | {"suffix"}, INSTEAD | _CHAT_ONLY)
 
 
 def parse_chat(data: bytes) -> ChatCompletionBody:
     """Raises InvalidRequest naming the first field that cannot be taken."""
-    body = parse(data, ChatCompletionBody, neutral=_CHAT_NEUTRAL)
+    body = parse(data, ChatCompletionBody, known=_CHAT_FIELDS)
     body.check_stream()
     return body
 
 
 def parse_completion(data: bytes) -> CompletionBody:
     """Raises InvalidRequest naming the first field that cannot be taken."""
-    body = parse(data, CompletionBody, ids="prompt", neutral=_TEXT_NEUTRAL)
+    body = parse(data, CompletionBody, ids="prompt", known=_TEXT_FIELDS)
     body.check_stream()
     return body
 

@@ -30,6 +30,7 @@ from router.backlog import Backlog, Event, Moved
 from router.channels import WorkerChannels
 from router.failures import deadline_exceeded, draining, movable
 from router.outcomes import Outcomes
+from router.overload import Overload
 from router.planner import Planner
 from router.pool import Pool
 from router.prefixes import PrefixRecord
@@ -60,6 +61,7 @@ class Orchestrator:
         self._settings = settings
         self._quotas = quotas or Quotas(settings.tenants, settings.max_active)
         self._planner = Planner(pool, settings.prefix_blocks, settings.max_attempts, rng or random.Random())
+        self._overload = Overload(pool, settings.max_wait_s, len(settings.tenants))
         self.outcomes = Outcomes(settings.disaggregate)
         self._recent = recent or Recent()
         self._running: set[asyncio.Task[None]] = set()
@@ -127,8 +129,6 @@ class Orchestrator:
                     running.output_tokens = account.output_tokens
         except PdserveError as error:
             account.end(error.reason, error)
-            if not account.attempts:
-                self.outcomes.traffic.refused(request, error)
             if request.want_record:
                 backlog.add(account.record())
             raise
@@ -137,8 +137,9 @@ class Orchestrator:
             raise
         finally:
             account.close()
+            refusal = None if account.attempts else account.error
             took_s = account.ended_at - request.received
-            self.outcomes.traffic.ended(request, account.outcome, account.output_tokens, took_s)
+            self.outcomes.traffic.ended(request, account.outcome, refusal, account.output_tokens, took_s)
             self._recent.end(account)
 
     async def _in_time(self, account: Account, backlog: Backlog) -> None:
@@ -148,6 +149,7 @@ class Orchestrator:
             async with asyncio.timeout(request.deadline - time.monotonic()):
                 finish = await self._attempts(account, backlog)
                 account.end(finish.reason)
+                self._overload.streamed(account.ended_at - account.first_token_at)
                 self._planner.remember(account)
                 if request.want_record:
                     await backlog.put(account.record())
@@ -164,6 +166,8 @@ class Orchestrator:
         while True:
             contract = account.request.contract_digest
             pair = self._planner.choose(account)
+            if not account.attempts:
+                self._overload.check(account.request, pair)
             if account.request.contract_digest != contract:
                 await backlog.put(Moved(account.request.contract_digest))
             account.attempt(pair)

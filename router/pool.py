@@ -41,6 +41,7 @@ class Job:
     started: float
     ended: float | None = None
     streams: int = 1  # at a decode worker, of a job that is not a prompt
+    tenant: str = ""
 
 
 def corrected(load: Load, jobs: Sequence[Job], renewed_at: float, role: str) -> Load:
@@ -175,7 +176,9 @@ class Pool:
         self._suspects[member.record.incarnation] = self._clock()
         self._forget()
 
-    def begin(self, member: Member, prompt_tokens: int, cache_tokens: int, streams: int = 1) -> Job:
+    def begin(
+        self, member: Member, prompt_tokens: int, cache_tokens: int, streams: int = 1, tenant: str = ""
+    ) -> Job:
         """Notes work given to a worker before its next report does. The caller must `end` it.
 
         Args:
@@ -183,7 +186,7 @@ class Pool:
             cache_tokens: to hold pages for.
         """
         pages = -(-cache_tokens // member.record.contract.page_size)
-        job = Job(member, prompt_tokens, pages, self._clock(), streams=streams)
+        job = Job(member, prompt_tokens, pages, self._clock(), streams=streams, tenant=tenant)
         self._jobs.setdefault(member.record.incarnation, []).append(job)
         return job
 
@@ -202,6 +205,12 @@ class Pool:
         """Tokens of each prompt that this router has given the worker and that is not known to be computed."""
         jobs = self._jobs.get(member.record.incarnation, ())
         return tuple(job.prompt_tokens for job in jobs if job.prompt_tokens and job.ended is None)
+
+    def part(self, member: Member, tenant: str, size: Callable[[Job], int]) -> float:
+        """How much of what this router has given the worker, and that has not ended, is a tenant's: 0 to 1."""
+        jobs = [job for job in self._jobs.get(member.record.incarnation, ()) if job.ended is None]
+        whole = sum(map(size, jobs))
+        return sum(size(job) for job in jobs if job.tenant == tenant) / whole if whole else 0.0
 
     def steps(self, member: Member) -> int | None:
         """Engine steps since boot, as the worker last reported them; None for one that is gone."""

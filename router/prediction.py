@@ -77,6 +77,7 @@ class Forecast:
     """Seconds from now."""
 
     first_token_s: float
+    wait_s: float = 0.0  # of it, for others' prompts
     penalty_s: float = 0.0  # to others, as if it were this request's own time
     measured: bool = True  # from rates, not from guesses
 
@@ -122,7 +123,7 @@ def by_handoff(prefill: Site, decode: Site, tokens: int, bytes_per_token: int) -
     tail = min(tokens - decode.held, _TAIL_TOKENS) * bytes_per_token
     transfer_s = max(travelling / bandwidth - compute_s, tail / bandwidth)
     first_s = wait_s + compute_s + transfer_s + max(decode.load.decode_step_ms / 2000, decode.running_s)
-    return Forecast(first_s, alone_s * prefill.longer(tokens), measured=load.prefill_tokens_per_s > 0)
+    return Forecast(first_s, wait_s, alone_s * prefill.longer(tokens), measured=load.prefill_tokens_per_s > 0)
 
 
 def at_decode(decode: Site, tokens: int, prefill_tokens_per_s: float = 0.0) -> Forecast:
@@ -145,7 +146,7 @@ def at_decode(decode: Site, tokens: int, prefill_tokens_per_s: float = 0.0) -> F
     wait_s, compute_s = _turn(decode, its_pace, load.queued_prefill_tokens, tokens, alone_s)
     penalty_s += alone_s * decode.longer(tokens)
     first_s = wait_s + compute_s + load.fixed_step_ms / 1000
-    return Forecast(first_s, penalty_s, measured=load.prefill_tokens_per_s > 0)
+    return Forecast(first_s, wait_s, penalty_s, measured=load.prefill_tokens_per_s > 0)
 
 
 def bytes_per_token(contract: WorkerContract) -> int:

@@ -15,13 +15,15 @@ from pdserve import __version__
 from pdserve.errors import Cancelled, PdserveError, Unavailable
 from pdserve.registry.records import DECODE, PREFILL
 from pdserve.registry.wire import status_to_proto
+from pdserve.rpc.convert import record_to_proto
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import difference_to_proto, to_detail
 from pdserve.telemetry.context import values
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 from router.adapters import adapters_of
-from router.auth import Authenticator, credentials
+from router.auth import Authenticator, credentials, is_operator
 from router.backlog import Moved
+from router.compatibility import compare, key, kinds
 from router.door import answer_headers, come_in
 from router.gate import Member
 from router.gateway_answer import GatewayAnswer
@@ -33,12 +35,14 @@ from router.orchestrate import Orchestrator
 from router.outcomes import BOUNDS, Outcomes
 from router.placement import widest
 from router.pool import Pool
+from router.recent import KEPT, Recent, Seen
 from router.settings import RouterSettings
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 GATEWAY = "pdserve.v1.Gateway"  # the service's full name
 MAX_PAIRS = 1024  # told by Status
+MAX_RECENT_BYTES = 1 << 20  # of requests told by Status
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
@@ -52,12 +56,14 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         settings: RouterSettings,
         registry_name: str,
         authenticator: Authenticator,
+        recent: Recent | None = None,
     ) -> None:
         self._intake = intake
         self._orchestrator = orchestrator
         self._pool = pool
         self._settings = settings
         self._registry_name = registry_name
+        self._recent = recent or Recent()
         self._authenticator = authenticator
 
     # A coroutine that writes, not a generator: so the time a client takes for a message is ours to bound.
@@ -99,6 +105,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         return gateway_pb2.ListModelsResponse(models=found)
 
     async def Status(self, message: gateway_pb2.StatusRequest, context: Context) -> gateway_pb2.StatusResponse:
+        tenant = self._authenticator.tenant(credentials(context.invocation_metadata()))
         members = self._pool.members()
         now = asyncio.get_running_loop().time()
         return gateway_pb2.StatusResponse(
@@ -112,7 +119,18 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             active_requests=self._orchestrator.active,
             version=__version__,
             placement=placement_to_proto(self._orchestrator.outcomes),
+            recent=self._recent_to_proto(message.recent, tenant),
         )
+
+    def _recent_to_proto(self, count: int, tenant: str) -> list[gateway_pb2.RecentRequest]:
+        only = "" if is_operator(self._settings, tenant) else tenant
+        told, size = [], 0
+        for seen in self._recent.latest(min(count, KEPT), only):
+            told.append(seen_to_proto(seen))
+            size += told[-1].ByteSize()
+            if size > MAX_RECENT_BYTES:
+                return told[:-1]
+        return told
 
     async def _model_info(self, name: str, created: int) -> gateway_pb2.ModelInfo:
         members = [member for member in self._pool.members() if member.record.model == name]
@@ -150,6 +168,21 @@ def add_gateway(server: Server, gateway: GatewayService) -> None:
     server.add(gateway_pb2_grpc.add_GatewayServicer_to_server, gateway)
 
 
+def seen_to_proto(seen: Seen) -> gateway_pb2.RecentRequest:
+    """Without what can be long."""
+    return gateway_pb2.RecentRequest(
+        request_id=seen.id,
+        tenant=seen.tenant,
+        model=seen.model,
+        adapter=seen.adapter,
+        label=seen.label,
+        began_s=seen.began_s,
+        age_ms=seen.age_ms,
+        state=seen.state,
+        record=record_to_proto(replace(seen.record, candidates=(), rejected=(), notes=())),
+    )
+
+
 def placement_to_proto(outcomes: Outcomes) -> gateway_pb2.PlacementCounts:
     return gateway_pb2.PlacementCounts(
         disaggregate=outcomes.disaggregate,
@@ -170,19 +203,14 @@ def pairs_to_proto(pool: Pool, members: tuple[Member, ...]) -> list[gateway_pb2.
     """
     prefills, decodes = (tuple(m for m in members if m.record.role == role) for role in (PREFILL, DECODE))
     if len(prefills) * len(decodes) > MAX_PAIRS:
-        prefills, decodes = (tuple({_kind(m): m for m in reversed(side)}.values()) for side in (prefills, decodes))
+        prefills, decodes = (tuple(kind.first for kind in kinds(members, role)) for role in (PREFILL, DECODE))
     known: dict[tuple[object, object], tuple[bool, list[Any]]] = {}
     pairs = []
     for prefill, decode in islice(product(prefills, decodes), MAX_PAIRS):
-        kinds = _kind(prefill), _kind(decode)
-        if kinds not in known:
-            differences = [difference_to_proto(d) for d in pool.gate.differences(prefill, decode)]
-            known[kinds] = pool.gate.fits(prefill, decode), differences
-        fits, told = known[kinds]
+        alike = key(prefill), key(decode)
+        if alike not in known:
+            cell = compare(pool.gate, prefill, decode)
+            known[alike] = cell.fits, [difference_to_proto(d) for d in cell.differences]
+        fits, told = known[alike]
         pairs.append(gateway_pb2.Pair(prefill_worker=prefill.id, decode_worker=decode.id, fits=fits, differences=told))
     return pairs
-
-
-def _kind(member: Member) -> tuple[bytes, tuple[tuple[str, str], ...]]:
-    """Equal for workers that differ from others in the same way."""
-    return member.group, tuple(sorted(member.record.contract.info.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 
 from pdserve.errors import ConfigError, not_allowed
@@ -31,6 +32,7 @@ _COUNTS = (
 )
 
 _IDLE_CONNECTIONS = 256
+_ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 
 ALWAYS, NEVER, AUTO = DISAGGREGATE = ("always", "never", "auto")
 
@@ -60,6 +62,10 @@ class RouterSettings:
 
     http_client_certificates: bool = False
     """HTTP clients, too, must show a certificate of [rpc.tls]'s authority. gRPC clients always must."""
+
+    cors_origins: tuple[str, ...] = ()
+    """Web pages that may call the HTTP API from a browser, by origin, such as ["https://chat.example.org"]; "*": any.
+    Empty: none. Where there are no tenants, whoever can make your browser open such a page can use the models."""
 
     tenant: str = "default"
     """Tenant of every caller when `tenants` is empty. Never taken from a request."""
@@ -101,6 +107,10 @@ class RouterSettings:
 
     max_active: int = 256
     """Requests in flight at a time; one more is refused with RESOURCE_EXHAUSTED."""
+
+    max_wait_s: float = 30.0
+    """A request that is predicted to wait longer than this for others is refused at once with RESOURCE_EXHAUSTED, and
+    told when to come again. Of several tenants, each may fill a part of that time. 0: nothing is refused for it."""
 
     max_attempts: int = 16
     """Handoffs begun for one request: the first, others in its place, and resumptions in mid-stream."""
@@ -173,10 +183,14 @@ class RouterSettings:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise not_allowed("router", name, getattr(self, name), "at least 1")
-        if not 0 <= self.grace_s < float("inf"):
-            raise not_allowed("router", "grace_s", self.grace_s, "0 seconds or more")
+        for name in ("grace_s", "max_wait_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise not_allowed("router", name, getattr(self, name), "0 seconds or more")
         if self.disaggregate not in DISAGGREGATE:
             raise not_allowed("router", "disaggregate", self.disaggregate, f"one of {', '.join(DISAGGREGATE)}")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise not_allowed("router", "cors_origins", origin, '"*", or origins like https://chat.example.org')
         if not self.tenant:
             raise not_allowed("router", "tenant", self.tenant, "a name")
         check_tenants(self.tenants)

@@ -2,6 +2,7 @@
 
 hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number, text around (Qwen, Hermes, SmolLM3)
 mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] to the end of the output
+granite  the same after <|tool_call|> (Granite 3)
 args     [TOOL_CALLS]name[ARGS]{...} once for each call, to the end of the output (Mistral since version 11 of its
          tokenizer; some put [CALL_ID]... between name and arguments)
 llama3   the whole output is {"name": ..., "parameters": {...}}, several separated by ;
@@ -15,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from router.tool_readers import DECODER, PLAIN_HEAD, SPACE, Call, Reader, SeriesReader, TaggedReader, head
+from router.tool_readers import DECODER, MORE_KEYS, PLAIN_HEAD, SPACE, Call, Reader, SeriesReader, TaggedReader, head
 
 _BOUNDED_SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,24}"}
 
@@ -78,18 +79,25 @@ class _Mistral(ToolFormat):
     name, sign, marker, id_length = "mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", 9
 
     def reader(self, names: frozenset[str]) -> Reader:
-        first, following = rf"\s*{re.escape(self.marker)}\s*\[\s*{head(self.key)}", rf"\s*\}}\s*,\s*{head(self.key)}"
+        first, following = (
+            rf"\s*{re.escape(self.marker)}\s*\[\s*{head(self.key)}",
+            rf"{MORE_KEYS}\s*\}}\s*,\s*{head(self.key)}",
+        )
 
         def whole(body: str) -> Sequence[Call | None]:
             values = json.loads(body or "null")
             return [reader._call(value, self.key) for value in values] if isinstance(values, list) else []
 
-        reader = SeriesReader(names, self.marker, first, following, r"\s*\}?\s*\]?\s*", whole)
+        reader = SeriesReader(names, self.marker, first, following, MORE_KEYS + r"\s*\}?\s*\]?\s*", whole)
         return reader
 
     def rules(self, mark: Mark, several: bool) -> str:
         more = '(", " call)*' if several else ""
         return f'start: {mark(self.marker)} "[" call {more} "]"'
+
+
+class _Granite(_Mistral):
+    name, sign, marker, id_length = "granite", "<|tool_call|>", "<|tool_call|>", 24
 
 
 class _MistralArgs(ToolFormat):
@@ -131,7 +139,7 @@ class _Llama3(ToolFormat):
         return 'start: call ("; " call)*' if several else "start: call"
 
 
-FORMATS: tuple[ToolFormat, ...] = (_Hermes(), _MistralArgs(), _Mistral(), _Llama3())
+FORMATS: tuple[ToolFormat, ...] = (_Hermes(), _MistralArgs(), _Mistral(), _Granite(), _Llama3())
 # Llama 3.1 templates do not always name the tag, but tell the model the form.
 _LLAMA3_FORM = re.compile(r'"parameters": ?dictionary of argument name', re.IGNORECASE)
 

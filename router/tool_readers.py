@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from router.tool_arguments import Arguments
+
 SPACE = " \t\r\n"
 DECODER = json.JSONDecoder()
 _OBJECT = r"(?=\{\s*[\"}])"  # of arguments, not yet taken
@@ -23,6 +25,11 @@ def head(key: str) -> str:
     """The beginning of a call that is an object of a name and `key`, up to the arguments."""
     return rf'\{{\s*"name"\s*:\s*{_NAME}\s*,\s*"{key}"\s*:\s*{_OBJECT}'
 
+
+MORE_KEYS = r'(?:\s*,\s*"\w+"\s*:\s*"[^"\\]*")*'
+"""What a model may add to a call after its arguments, such as an id of its own."""
+
+_CLOSING = re.compile(MORE_KEYS + r"\s*\}?\s*")
 
 PLAIN_HEAD = rf"(?P<plain>[a-zA-Z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[a-zA-Z0-9_-]+\s*)?\[ARGS\]\s*{_OBJECT}"
 """The same for a name that is written as it is."""
@@ -44,32 +51,6 @@ class Part:
 
 Read = tuple[str, list[Part]]
 Whole = Callable[[str], Sequence[Call | None]]
-
-
-class Arguments:
-    """Where an object ends that comes in pieces."""
-
-    def __init__(self) -> None:
-        self.complete = False
-        self._depth = 0
-        self._quoted = self._escaped = False
-
-    def take(self, text: str) -> int:
-        """Characters that belong to it."""
-        for at, character in enumerate(text):
-            if self._quoted:
-                self._quoted = self._escaped or character != '"'
-                self._escaped = character == "\\" and not self._escaped
-            elif character == '"':
-                self._quoted = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    self.complete = True
-                    return at + 1
-        return len(text)
 
 
 class Reader(ABC):
@@ -155,7 +136,7 @@ class TaggedReader(Reader):
     def __init__(self, names: frozenset[str], begin: str, end: str, key: str) -> None:
         super().__init__(names)
         self._begin_tag, self._end_tag, self._key = begin, end, key
-        self._head = re.compile(rf"{re.escape(begin)}\s*{head(key)}")
+        self._head = re.compile(rf"\s*{re.escape(begin)}\s*{head(key)}")
         self._inside = False  # after the arguments of a call, before its end
         self._called = False  # white space after a call belongs to nothing
 
@@ -164,18 +145,18 @@ class TaggedReader(Reader):
             end = self._held.find(self._end_tag)
             if end < 0:
                 return None
+            between = self._held[:end]
             self._held = self._held[end + len(self._end_tag) :]
             self._inside, self._called = False, True
-            return ""
+            return "" if _CLOSING.fullmatch(between) else between
         begin = self._held.find(self._begin_tag)
         if begin < 0:
             ends = len(self._held) - _tail(self._held, self._begin_tag)
             shown, self._held = self._held[:ends], self._held[ends:]
             return self._text(shown) if shown else None
-        shown = self._text(self._held[:begin].rstrip(SPACE))
-        self._held = self._held[begin:]
-        if shown:
-            return shown
+        if text := self._held[:begin].rstrip(SPACE):
+            self._held = self._held[len(text) :]  # the white space before a call belongs to it, as long as it is one
+            return self._text(text)
         if self._begin(self._head.match(self._held)):
             self._inside = True
             return ""
@@ -184,18 +165,19 @@ class TaggedReader(Reader):
             return None
         whole = self._held[: end + len(self._end_tag)]
         self._held = self._held[len(whole) :]
-        call = self._read(whole[len(self._begin_tag) : -len(self._end_tag)])
-        self._called = call is not None
+        call = self._read(whole[begin + len(self._begin_tag) : -len(self._end_tag)])
         if call is None:
-            return whole
+            return self._text(whole)
         self._take([call])
+        self._called = True
         return ""
 
     def _rest(self) -> str:
         held, self._held = self._held, ""
         if self._inside:  # the output ended where the end's tag was due
-            return held if held.strip(SPACE + "}") else ""
-        if held.startswith(self._begin_tag) and (call := self._read(held[len(self._begin_tag) :])) is not None:
+            return "" if _CLOSING.fullmatch(held) else held
+        _, begun, body = held.partition(self._begin_tag)
+        if begun and (call := self._read(body)) is not None:
             self._take([call])
             return ""
         return self._text(held)

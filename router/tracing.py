@@ -33,7 +33,7 @@ class RequestTrace:
     def __init__(self, traces: Traces, request: Request) -> None:
         self._traces = traces
         name = f"{request.operation} {request.served}"
-        self._root = traces.start(name, current().trace, _asked(request), kind=SERVER, at=request.received)
+        self._root = traces.start(name, current().trace, _asked(request) if traces.on else None, kind=SERVER, at=request.received)
         self._attempt: tuple[Trial, Span] | None = None
         self._free_at = request.received  # since when a pair is looked for
         update(request_id=request.id, trace=self._root.context)
@@ -44,6 +44,9 @@ class RequestTrace:
 
     def attempt(self, number: int, trial: Trial) -> None:
         """A pair was chosen: the attempt before it is over."""
+        if not self._traces.on:
+            update(attempt=number, handoff_id="")
+            return
         self._end_attempt(trial.begun)
         self._traces.record("placement", self._root.context, self._free_at, trial.begun, _placed(trial))
         span = self._traces.start("attempt", self._root.context, _begun(number, trial), kind=CLIENT, at=trial.begun)
@@ -61,6 +64,8 @@ class RequestTrace:
         self._free_at = self._attempt[0].ended_at if self._attempt is not None else self._free_at
 
     def end(self, account: Account) -> None:
+        if not self._traces.on:
+            return
         self._end_attempt(account.ended_at)
         self._root.set(_answered(account))
         if is_failure(account.outcome):

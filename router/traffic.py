@@ -28,15 +28,20 @@ class Traffic:
     failures: Counts = field(default_factory=lambda: Counts("pool", "reason"))
     resumes: int = 0
 
-    def refused(self, request: Request, error: PdserveError) -> None:
-        """A checked request that no worker was asked for."""
-        self.refusals.count(error)
-        if error.reason.startswith(QUOTA):
-            self.quota_refusals.add(request.tenant, error.reason)
+    def ended(
+        self, request: Request, outcome: str, refusal: PdserveError | None, output_tokens: int, seconds: float
+    ) -> None:
+        """However a checked request came out.
 
-    def ended(self, request: Request, outcome: str, output_tokens: int, seconds: float) -> None:
-        """However a checked request came out."""
+        Args:
+            refusal: why no worker was asked for it; such a request counts nowhere else.
+        """
         model, tenant, prompt_tokens = request.model, request.tenant, len(request.prompt_ids)
+        if refusal is not None:
+            self.refusals.count(refusal)
+            if refusal.reason.startswith(QUOTA):
+                self.quota_refusals.add(tenant, refusal.reason)
+            return
         self.requests.add(model, outcome)
         self.prompt_tokens.add(model, by=prompt_tokens)
         self.generation_tokens.add(model, by=output_tokens)

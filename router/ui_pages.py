@@ -28,7 +28,7 @@ from router.openai_stream import EventStreamResponse
 from router.operator_pages import OperatorDoor
 from router.orchestrate import Orchestrator
 from router.pool import Pool
-from router.recent import Recent, Seen
+from router.recent import Recent
 from router.settings import RouterSettings
 from router.ui_data import Json
 
@@ -123,12 +123,12 @@ class UiPages:
         yield _event("hello", self._about | {"now_s": time.time()})
         change, sent = 0, {"matrix": b"", "state": b""}
         while not self._closing.is_set():
+            change, seen = self._recent.since(change)
+            yield _event("requests", {"requests": [ui_data.request(one) for one in seen]})
             for name, kept in (("matrix", self._matrix), ("state", self._state)):
                 if (told := kept.current()) != sent[name]:
                     sent[name] = told
                     yield told
-            change, seen = self._recent.since(change)
-            yield _event("requests", {"requests": [ui_data.request(one) for one in _oldest_first(seen)]})
             await self._tick()
 
     async def _tick(self) -> None:
@@ -185,10 +185,6 @@ class _Kept:
 async def _to_folder(http: Request) -> Response:
     """Relative, for a proxy that serves this router below another path."""
     return RedirectResponse("ui/", headers=HEADERS)
-
-
-def _oldest_first(seen: list[Seen]) -> list[Seen]:
-    return sorted(seen, key=lambda one: one.began_s)
 
 
 def _event(name: str, data: Json) -> bytes:

@@ -8,9 +8,10 @@
     waiting      admitted .. first token, while no worker has told what it did in that time
     lost         an attempt that ended without a token, from its prefill on
 
-When a stage begins and ends, the router's clock says; how long prefill and transfer took, the worker's own. They are
-only ever durations: two machines' clocks are never compared. What a worker took is cut to the time between the
-router's own two marks, as its last word may come later than the first token.
+An attempt's beginning and its first token are the router's marks. How long prefill and transfer took, and how long the
+prompt waited for them, workers measured: durations only, as two machines' clocks are never compared. They are laid
+between the router's marks, prefill first, then transfer, then waiting; what is left there is the first token's. The
+last word of a transfer may come after that token: what does not fit between the marks is cut.
 """
 
 from __future__ import annotations
@@ -61,18 +62,21 @@ def _marks(attempt: AttemptRecord, until: float) -> Iterator[tuple[str, float]]:
     if not attempt.admitted_ms:  # refused, or not yet admitted
         yield LOST if attempt.failed_worker else QUEUED, until
         return
-    admitted = begun + attempt.admitted_ms
-    first = begun + attempt.first_token_ms if attempt.first_token_ms else until
-    told = attempt.queued_ms or attempt.prefill_ms or attempt.transfer_ms
-    if told:
-        at = admitted
-        for name, ms in ((QUEUED, attempt.queued_ms), (PREFILL, attempt.prefill_ms), (TRANSFER, attempt.transfer_ms)):
-            at = min(first, at + ms)
+    first = begun + (attempt.first_token_ms or until - begun)
+    if not (attempt.queued_ms or attempt.prefill_ms or attempt.transfer_ms):  # no worker's word
+        yield QUEUED, begun + min(attempt.admitted_ms, first - begun)
+        yield WAITING if attempt.first_token_ms or not attempt.failed_worker else LOST, first
+    else:
+        left = first - begun
+        prefill = min(left, attempt.prefill_ms)
+        transfer = min(left - prefill, attempt.transfer_ms)
+        # At a decode worker that computes it itself a prompt waits from the beginning, elsewhere once it is admitted.
+        admitted_ms, queued_ms = attempt.admitted_ms, attempt.queued_ms
+        queued = max(admitted_ms, queued_ms) if attempt.placement == "decode" else admitted_ms + queued_ms
+        at = begun
+        for name, ms in ((QUEUED, min(left - prefill - transfer, queued)), (PREFILL, prefill), (TRANSFER, transfer)):
+            at += ms
             yield name, at
-    else:
-        yield QUEUED, min(first, admitted)
+        yield FIRST_TOKEN if attempt.first_token_ms or not attempt.failed_worker else LOST, first
     if attempt.first_token_ms:
-        yield FIRST_TOKEN if told else WAITING, first
         yield DECODE, until
-    else:
-        yield LOST if attempt.failed_worker else WAITING, until

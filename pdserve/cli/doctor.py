@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -70,12 +71,20 @@ def _show(report: Report) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(overflow="fold")
-    for finding in report.findings:
+    for finding in folded(report.findings):
         table.add_row(Text(finding.level, style=_STYLES[finding.level]), finding.check, _text(finding))
     console.print(table)
     counts = Counter(finding.level for finding in report.findings)
     told = ", ".join(f"{counts[level]} {level}" for level in _STYLES)
     console.print(Text(f"{report.gateway}, pdserve {report.version}: {told}"))
+
+
+def folded(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings that differ in nothing but their subject become one of several subjects, in the place of the first."""
+    subjects: dict[Finding, list[str]] = {}
+    for finding in findings:
+        subjects.setdefault(replace(finding, subject=""), []).append(finding.subject)
+    return [replace(finding, subject=", ".join(each)) for finding, each in subjects.items()]
 
 
 def _text(finding: Finding) -> Text:

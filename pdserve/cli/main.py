@@ -21,6 +21,7 @@ from pdserve.cli.pools import down, up
 from pdserve.cli.scale import scale, update
 from pdserve.cli.status import status
 from pdserve.cli.template import config
+from pdserve.cli.top import top
 from pdserve.cli.verify import verify
 from pdserve.errors import ConfigError, PdserveError
 
@@ -47,6 +48,7 @@ app = typer.Typer(
 app.command()(up)
 app.command()(generate)
 app.command()(status)
+app.command()(top)
 app.command()(down)
 app.command()(scale)
 app.command()(update)

@@ -14,8 +14,10 @@ from pdserve.cli.ask import ApiKey, Plaintext, TlsFolder, flags_named, gateway_a
 from pdserve.cli.console import err, out
 from pdserve.client import Client, Pair, Placement, Worker
 from pdserve.errors import FieldDifference
+from router.compatibility import verdict
 
 INFORMATIONAL = "informational"  # differences that change no handoff
+_WORDS = {"fits": "yes", "refused": "NO"}
 
 
 def status(
@@ -43,6 +45,8 @@ def status(
     for line in reasons(found.pairs):
         out.print(line, markup=False)
     out.print(placement_text(found.placement), markup=False)
+    if pages := [f"{w.worker_id} {w.metrics}" for w in found.workers if w.metrics]:
+        out.print(f"metrics {', '.join(pages)}", markup=False)
     out.print(f"registry {found.registry}, {found.active_requests} active requests, pdserve {found.version}")
 
 
@@ -111,10 +115,7 @@ def reasons(pairs: Iterable[Pair]) -> list[str]:
 
 
 def _verdict(pair: Pair) -> str:
-    kinds = {difference.kind for difference in pair.differences}
-    if not pair.fits:
-        return "NO"
-    return "lossy" if "lossy" in kinds else "converts" if "convertible" in kinds else "yes"
+    return _WORDS.get(word := verdict(pair.fits, pair.differences), word)
 
 
 def _joined(rows: dict[str, list[str]]) -> list[tuple[str, str]]:

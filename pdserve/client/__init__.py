@@ -13,7 +13,7 @@ from pdserve.client.adapters import Adapter, WorkerAdapters
 from pdserve.client.asynchronous import AsyncClient
 from pdserve.client.events import Choice, Completion, Event, Tokens, ToolCall
 from pdserve.client.request import GenerateOptions
-from pdserve.client.status import Contract, Model, Pair, Placement, Status, Worker, WorkerLoad
+from pdserve.client.status import Contract, Model, Pair, Placement, RecentRequest, Status, Worker, WorkerLoad
 from pdserve.client.synchronous import Client
 from pdserve.rpc.events import Accepted, Finish, HandoffRecord, ToolCallPart, Usage
 
@@ -32,6 +32,7 @@ __all__ = [
     "Model",
     "Pair",
     "Placement",
+    "RecentRequest",
     "Status",
     "Tokens",
     "ToolCall",

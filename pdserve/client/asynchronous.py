@@ -77,9 +77,9 @@ class AsyncClient:
         """Models that can be asked for now."""
         return models_from_proto(await self._unary("ListModels", gateway_pb2.ListModelsRequest(), timeout_s))
 
-    async def status(self, timeout_s: float | None = None) -> Status:
-        """Pools, contracts, load, and which pairs of workers fit."""
-        return status_from_proto(await self._unary("Status", gateway_pb2.StatusRequest(), timeout_s))
+    async def status(self, timeout_s: float | None = None, *, recent: int = 0) -> Status:
+        """Pools, contracts, load, which pairs of workers fit, and the last `recent` requests (at most 200)."""
+        return status_from_proto(await self._unary("Status", gateway_pb2.StatusRequest(recent=recent), timeout_s))
 
     async def adapters(self, model: str = "", timeout_s: float | None = None) -> tuple[WorkerAdapters, ...]:
         """Which LoRA adapters each ready worker serves, and how many requests use them; of one model, or of all."""

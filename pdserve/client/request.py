@@ -153,12 +153,20 @@ def _chat(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> 
         messages=[_message(message) for message in messages],
         tools_json=json.dumps(list(tools)) if tools else "",
         tool_mode=choice if isinstance(choice, str) else None,
-        tool_function=choice["function"]["name"] if isinstance(choice, Mapping) else None,
+        tool_function=_function(choice) if isinstance(choice, Mapping) else None,
         parallel_tool_calls=options.get("parallel_tool_calls"),
         add_generation_prompt=options.get("add_generation_prompt"),
         continue_final_message=options.get("continue_final_message", False),
         variables_json=json.dumps(dict(variables)) if variables else "",
     )
+
+
+def _function(choice: Mapping[str, Any]) -> str:
+    match choice:
+        case {"function": {"name": str(name)}}:
+            return name
+    remedy = 'use a mode, or {"type": "function", "function": {"name": "..."}}'
+    raise _invalid("tool_choice", f"{dict(choice)!r:.64} names no function", remedy)
 
 
 def _listed(prompt: str | Sequence[int]) -> gateway_pb2.ListedPrompt:
@@ -176,6 +184,7 @@ def _message(message: Mapping[str, Any]) -> gateway_pb2.ChatMessage:
         name=message.get("name", ""),
         tool_calls_json=json.dumps(calls) if calls else "",
         tool_call_id=message.get("tool_call_id", ""),
+        reasoning_content=message.get("reasoning_content", ""),
     )
 
 

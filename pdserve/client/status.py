@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from pdserve.errors import FieldDifference
+from pdserve.rpc.convert import record_from_proto
+from pdserve.rpc.events import HandoffRecord
 from pdserve.rpc.status import difference_from_proto
 from pdserve.v1 import common_pb2, gateway_pb2
 
@@ -63,6 +65,7 @@ class WorkerLoad:
     prefill_token_us: float = 0.0
     prefill_pair_ns: float = 0.0
     step_ms: float = 0.0
+    batch_limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,21 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class RecentRequest:
+    """One of the last requests at a router."""
+
+    request_id: str
+    tenant: str
+    model: str
+    adapter: str  # empty: the base model
+    label: str  # the caller's own name for it
+    began_s: float  # Unix seconds by the router's clock
+    age_ms: float  # since it was received, or until its end
+    state: str  # running | done | cancelled | failed | refused
+    record: HandoffRecord  # as far as it has come, without pairs and notes
+
+
+@dataclass(frozen=True)
 class Status:
     workers: tuple[Worker, ...]
     pairs: tuple[Pair, ...]
@@ -114,6 +132,7 @@ class Status:
     active_requests: int
     version: str
     placement: Placement = Placement()
+    recent: tuple[RecentRequest, ...] = ()  # as many as were asked for, newest first
 
 
 _LOAD_FIELDS = tuple(field.name for field in fields(WorkerLoad))
@@ -147,6 +166,21 @@ def status_from_proto(message: gateway_pb2.StatusResponse) -> Status:
         active_requests=message.active_requests,
         version=message.version,
         placement=_placement(message.placement),
+        recent=tuple(_recent(one) for one in message.recent),
+    )
+
+
+def _recent(message: gateway_pb2.RecentRequest) -> RecentRequest:
+    return RecentRequest(
+        request_id=message.request_id,
+        tenant=message.tenant,
+        model=message.model,
+        adapter=message.adapter,
+        label=message.label,
+        began_s=message.began_s,
+        age_ms=message.age_ms,
+        state=message.state,
+        record=record_from_proto(message.record),
     )
 
 

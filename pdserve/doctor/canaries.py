@@ -14,7 +14,7 @@ from pdserve.client.status import Worker
 from pdserve.doctor.findings import Finding, failure, ok, warning
 from pdserve.doctor.observed import Observed, Song
 from pdserve.doctor.ways import DECODE, NEVER, of_one_model, working
-from pdserve.errors import PdserveError
+from pdserve.errors import DataLoss, PdserveError
 
 # What rounding may move a log probability by: twice the engine's tolerance, of logits up to about 40.
 MARGINS = {"float64": 1e-9, "fp32": 2e-3, "fp16": 0.8, "bf16": 4.8, "int8": 4.8}
@@ -87,7 +87,8 @@ def judge(o: Observed, choice: Choice, songs: Sequence[Song]) -> list[Finding]:
         return [failure("canary", "", "there is no pair to try", "see the findings about contracts and workers")]
     if good and len(good) == len(songs) and not any(f.level == "failure" for f in found):
         slowest = max(song.attempt.first_token_ms for song in good)
-        told = f"{len(good)} pairs answered, equal within each of {len(groups)} ways to compute"
+        told = f"{len(good)} pairs answered with equal tokens"
+        told += f" within each of {len(groups)} ways to compute" if len(groups) > 1 else ""
         told += f" ({near} by the margin)" if near else ""
         found.append(ok("canary", f"{told}; the slowest first token after {slowest:.0f} ms"))
     return found
@@ -96,11 +97,9 @@ def judge(o: Observed, choice: Choice, songs: Sequence[Song]) -> list[Finding]:
 def _failed(song: Song, error: PdserveError) -> Finding:
     at = song.attempt.failed_worker
     told = f"the canary failed{f' at {at}' if at else ''}: {error.reason}: {error.message}"
-    remedies = {
-        "DATA_LOSS": "bytes changed on the way: replace what stands between these two machines, or their memory",
-        "CANARY_RUNNING": "another doctor is at work: wait for it",
-    }
-    remedy = remedies.get(error.reason, error.remedy) or f"see the logs of {song.pair.replace(' -> ', ' and ')}"
+    remedy = error.remedy or f"see the logs of {song.pair.replace(' -> ', ' and ')}"
+    if isinstance(error, DataLoss):
+        remedy = "bytes changed on the way: replace what is between these two machines, or their memory"
     return failure("canary", song.pair, told, remedy)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from pdserve import __version__
 from pdserve.client.status import Worker
@@ -104,8 +104,9 @@ def workers(o: Observed) -> list[Finding]:
                     "nothing if its next heartbeat brings it back; otherwise see its log and the network between them",
                 )
             )
-    count = len(o.status.workers)
-    return unless_any(found, ok("worker", f"{count} workers answer the router, and are ready"))
+    pools = Counter(worker.role for worker in o.status.workers)
+    told = " and ".join(f"{count} {role}" for role, count in sorted(pools.items(), reverse=True))
+    return unless_any(found, ok("worker", f"{told or 'no'} workers answer the router, and are ready"))
 
 
 def accounts(o: Observed) -> list[Finding]:
@@ -134,6 +135,27 @@ def loads(o: Observed) -> list[Finding]:
             told = f"{load.waiting} of {load.waiting_limit} places in its queue are taken: more requests are refused"
             found.append(warning("load", worker.worker_id, told, f"add {worker.role} workers"))
     return unless_any(found, ok("load", f"pages and queues have room; {o.status.active_requests} requests are running"))
+
+
+def adapters(o: Observed) -> list[Finding]:
+    """A name that stands for several versions, or that some workers of its model do not have."""
+    found, names = [], 0
+    for model in sorted({worker.model for worker in o.status.workers}):
+        of_model = [worker for worker in o.status.workers if worker.model == model and worker.state == "ready"]
+        served = [{name: digest for name, digest in worker.adapters if name} for worker in of_model]
+        for name in sorted({name for each in served for name in each}):
+            names += 1
+            if len({each.get(name) for each in served}) == 1:
+                continue
+            told = ", ".join(
+                f"{each[name].hex()[:8] if name in each else 'none'} at {worker.worker_id}"
+                for worker, each in zip(of_model, served, strict=True)
+            )
+            remedy = (
+                f"run the `pdserve adapters load {name} PATH` of the wanted version again: it repairs what is missing"
+            )
+            found.append(warning("adapter", f"{model}:{name}", f"workers serve several versions: {told}", remedy))
+    return unless_any(found, ok("adapter", f"{names} adapters, each of one version everywhere" if names else "none"))
 
 
 def kernels(o: Observed) -> list[Finding]:

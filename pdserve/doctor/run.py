@@ -22,6 +22,7 @@ CHECKS: Sequence[Callable[[Observed], list[Finding]]] = (
     ways.registry,
     parts.loads,
     parts.accounts,
+    parts.adapters,
     parts.kernels,
     parts.disks,
 )

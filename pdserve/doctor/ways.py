@@ -73,7 +73,13 @@ def paths(o: Observed) -> list[Finding]:
     """From each prefill worker to each decode worker, as the prefill worker finds it."""
     found, slowest, count = [], 0.0, 0
     decodes = {w.worker_id: w for w in o.status.workers if w.role == DECODE}
+    roles = {worker.worker_id: worker.role for worker in o.status.workers}
     for name, probe in o.probes().items():
+        if roles[name] == PREFILL and probe.registry_error is not None:
+            told = "its transfer paths were not tried: it does not know now where decode workers listen"
+            found.append(
+                warning("path", name, told, "see the findings about the registry; canaries tell more meanwhile")
+            )
         for way in probe.ways:
             count += 1
             slowest = max(slowest, way.ms)
@@ -99,7 +105,7 @@ def registry(o: Observed) -> list[Finding]:
     remedy = f"bring {o.status.registry} back; serving goes on with the workers that are known"
     trouble = o.status.registry_warning
     if o.router.registry_error is not None:
-        trouble = f"the router does not reach the registry: {o.router.registry_error.message}"
+        trouble = f"the registry is out of reach: {o.router.registry_error.message}"
     if trouble:
         found.append(failure("registry", "router", trouble, remedy))
     slowest = o.router.registry_ms
@@ -107,7 +113,7 @@ def registry(o: Observed) -> list[Finding]:
     decodes = {w.worker_id for w in o.status.workers if w.role == DECODE and w.state == "ready"}
     for name, probe in o.probes().items():
         if probe.registry_error is not None:
-            told = f"{name} does not reach the registry: {probe.registry_error.message}"
+            told = f"the registry is out of reach: {probe.registry_error.message}"
             found.append(failure("registry", name, told, probe.registry_error.remedy or remedy))
             continue
         slowest = max(slowest, probe.registry_ms)

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.registry.parts import Settings
 from pdserve.rpc.settings import check_plaintext, is_loopback, join_address, split_address
-from pdserve.rpc.tls import METRICS, check_role, http_context
+from pdserve.rpc.tls import OPERATOR, ROUTER, check_names, http_context
 from pdserve.telemetry.exporter import PATH, MetricsListener, MetricsPage
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class WorkerMetrics:
         check_plaintext(host, settings.rpc)
 
         def check(names: frozenset[str]) -> None:
-            check_role((name.encode() for name in names), f"/{METRICS}/Get", tls.deployment)
+            check_names(names, (OPERATOR, ROUTER), tls.deployment, PATH)
 
         secured = http_context(tls, client_certificates=True) if tls.enabled else None
         allowed: Callable[[frozenset[str]], None] = check if tls.enabled else lambda names: None

@@ -9,6 +9,7 @@ from typing import Protocol
 from pdserve.errors import PdserveError
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.settings import RpcSettings
+from pdserve.telemetry.settings import TelemetrySettings
 
 
 class Settings(Protocol):
@@ -26,6 +27,8 @@ class Settings(Protocol):
     def rpc(self) -> RpcSettings: ...
     @property
     def registry(self) -> RegistrySettings: ...
+    @property
+    def telemetry(self) -> TelemetrySettings: ...
     @property
     def reap_s(self) -> float: ...
     @property

@@ -32,8 +32,7 @@ class PoolCollector(Collector):
         worker, make = self._pool_worker, self._families
         record = worker.record()
         load = record.load
-        told = {"version": __version__, "worker": worker.worker_id, "model": worker.model}
-        yield make.info("build_info", "1; version, worker and model as labels", told)
+        yield make.info("build_info", "1; the version as a label", {"version": __version__})
         yield make.tasks()
         tls = worker.prober.tls
         ends: dict[Labels, float] = {(GRPC,): certificate(GRPC, tls).not_after_s} if tls.enabled else {}

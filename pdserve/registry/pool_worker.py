@@ -38,6 +38,7 @@ from pdserve.registry.trace import TracedRun
 from pdserve.registry.worker_service import KernelReport
 from pdserve.rpc.background import Background
 from pdserve.rpc.server import Server
+from pdserve.telemetry.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class PoolWorker(ABC):
         self.contract = contract
         self.worker_id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
         self.incarnation = secrets.token_bytes(16)
+        self.traces = Traces(settings.telemetry, role, self.worker_id)
         self.broken = asyncio.Event()
         """Set when a background task died of a fault of ours: the process should be replaced."""
         self.hung = False
@@ -139,9 +141,10 @@ class PoolWorker(ABC):
 
         Raises:
             CheckpointError, InvalidRequest, Exhausted: an adapter of the settings cannot be served.
-            ConfigError: a port is in use, or an address is not allowed.
+            ConfigError: a port is in use, an address is not allowed, or traces cannot be exported.
             Unavailable: the registry cannot be reached.
         """
+        self.traces.open()
         try:
             for name, path in self._common.adapters.items():
                 await self.adapters.load(name, Path(path))
@@ -189,6 +192,7 @@ class PoolWorker(ABC):
             self._abandoned = True
             log.error("%s: tasks that do not end are abandoned: %s", self.worker_id, ", ".join(left))
         await self._metrics.stop()
+        await self.traces.close()
         await self._close(wait=not self._abandoned)
         if not await asyncio.to_thread(self._steps.close, 0.0 if self._abandoned else self._settle_s):
             self.hung = True

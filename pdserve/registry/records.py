@@ -43,6 +43,7 @@ class Load:
     prefill_token_us: float = 0.0  # of a prompt's token in full steps, its part of their fixed cost included
     prefill_pair_ns: float = 0.0  # and for each token that it reads, itself and all before it
     step_ms: float = 0.0  # the step that ran when this was told, as expected; 0: idle
+    batch_limit: int = 0  # streams of one step at most; decode only, 0: not told
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Keys, all under one prefix:
                           `version` names the record's bytes, which a reader asks for only when it is new to it
     {prefix}workers       set of ids; ids whose hash is gone are removed by the next snapshot
     {prefix}prefixes      stream of what routers tell each other, see redis_board.py
-    {prefix}quotas        hash of what each router says of its tenants, see redis_latest.py
+    {prefix}quotas        set of routers that say what their tenants use, see redis_latest.py
     {prefix}birth         made by the first snapshot, expires when none is taken for an hour; a reader
                           that finds another one than before knows that the server lost its memory
 
@@ -134,7 +134,7 @@ class RedisRegistry:
 
     def latest(self) -> RedisLatest:
         """What each router says of its tenants now."""
-        return RedisLatest(self._link, f"{self._prefix}quotas")
+        return RedisLatest(self._link, self._prefix)
 
     async def register(self, record: WorkerRecord, again: bool = False) -> None:
         message = record_to_proto(record)

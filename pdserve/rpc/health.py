@@ -46,8 +46,7 @@ def check_health(address: str, tls: Path | None, role: str = ROUTER, service: st
         raise Unavailable(f"{address} says {Serving.Name(status)}", reason="NOT_SERVING", remedy="wait, or see its log")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 if it serves, else 1."""
+def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(prog="python -m pdserve.rpc.health", description="Ask whether a server serves.")
     parse.add_argument("address", nargs="?", default=os.environ.get("PDSERVE_HEALTH") or DEFAULT)
     parse.add_argument("--role", choices=(ROUTER, WORKER), default=ROUTER, help="what must answer, with TLS")
@@ -56,7 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parse.add_argument("--service", default="", help="one service; empty: the server as a whole")
     parse.add_argument("--timeout-s", type=float, default=2.0)
-    options = parse.parse_args(arguments)
+    return parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 if it serves, else 1."""
+    options = parser().parse_args(arguments)
     try:
         check_health(options.address, options.tls, options.role, options.service, options.timeout_s)
     except PdserveError as error:

@@ -32,7 +32,6 @@ from pdserve.rpc.settings import TlsSettings
 log = logging.getLogger(__name__)
 
 WORKER, ROUTER, OPERATOR, CLIENT = "worker", "router", "operator", "client"
-METRICS = "metrics"  # a worker's page over HTTP, as if it were a service
 
 MAY_CALL: Mapping[str, frozenset[str]] = {
     "pdserve.v1.Transfer": frozenset({WORKER}),
@@ -43,7 +42,6 @@ MAY_CALL: Mapping[str, frozenset[str]] = {
     "pdserve.v1.Registry": frozenset({WORKER, ROUTER, OPERATOR}),
     "pdserve.v1.Gateway": frozenset({CLIENT, OPERATOR, ROUTER}),
     "pdserve.v1.Operator": frozenset({OPERATOR, ROUTER}),
-    METRICS: frozenset({OPERATOR, ROUTER}),
 }
 """Service -> roles that may call it. Health and reflection are for whoever has a certificate."""
 
@@ -156,12 +154,17 @@ def check_role(names: Iterable[bytes], method: str, deployment: str) -> None:
     allowed = MAY_CALL.get(service)
     if allowed is None:
         return
-    good = {f"{role}.{deployment}" for role in allowed}
-    if any(name.decode(errors="replace") in good for name in names):
+    check_names((name.decode(errors="replace") for name in names), allowed, deployment, service)
+
+
+def check_names(names: Iterable[str], roles: Iterable[str], deployment: str, what: str) -> None:
+    """Raises PermissionDenied unless a caller has one of the roles that may do or see `what`."""
+    good = {f"{role}.{deployment}" for role in roles}
+    if not good.isdisjoint(names):
         return
     wanted = " or ".join(sorted(good))
     raise PermissionDenied(
-        f"the caller's certificate does not allow {service}",
+        f"the caller's certificate does not allow {what}",
         reason="ROLE",
         field="certificate",
         remedy=f"use a certificate for {wanted}",

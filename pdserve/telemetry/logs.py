@@ -65,15 +65,19 @@ class TextLines(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    def format(self, record: logging.LogRecord) -> str:
+        record.exc_text = None  # another handler's text of the traceback
+        return super().format(record)
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         ids = " ".join(f"{name}={value}" for name, value in _ids(_scope_of(record)).items())
         return _escaped(super().formatMessage(record)) + (f" [{_escaped(ids)}]" if ids else "")
 
     def formatException(self, ei: Any) -> str:
-        return "\n".join(f"    {line}" for line in super().formatException(ei).splitlines())
+        return _indented(super().formatException(ei))
 
     def formatStack(self, stack_info: str) -> str:
-        return "\n".join(f"    {line}" for line in stack_info.splitlines())
+        return _indented(stack_info)
 
 
 class JsonLines(logging.Formatter):
@@ -110,6 +114,10 @@ def _ids(scope: Scope) -> dict[str, Any]:
     trace_id = scope.trace.trace_id if scope.trace is not None else ""
     values = (scope.request_id, scope.handoff_id, scope.attempt, trace_id)
     return {name: value for name, value in zip(_FIELDS, values, strict=True) if value}
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {_escaped(line)}" for line in text.splitlines())
 
 
 def _escaped(text: str) -> str:

@@ -15,28 +15,18 @@ not trust its callers' text has to refuse such text before it gets here.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
-from typing import NoReturn
 
-from jinja2 import Template, TemplateError, meta, nodes
+from jinja2 import Template, TemplateError, meta
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdserve.errors import InvalidRequest
+from pdserve.tokenizer.sandbox import MAX_RENDERED_CHARS, environment
 
-MAX_RENDERED_CHARS = 4 * 1024 * 1024
 MAX_NESTING = 32
 _END_MARK = "\ue0f0\ue0f1\ue0f2 "  # characters that no text has; the blank tells whether the template trims
 _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-# A conversion whose width or precision is taken from the arguments or has five digits or more.
-_WIDE_FORMAT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{5,}|\d*\.(?:\*|\d{5,}))")
 # What running a foreign template can raise besides Jinja's own errors.
 _TEMPLATE_FAULTS = (
     TemplateError,
@@ -84,7 +74,7 @@ class ChatTemplate:
                 field="messages",
                 remedy="send a text prompt or token ids",
             )
-        plain = plain_messages(messages)
+        plain = [self._known_role(message) for message in plain_messages(messages)]
         if tools and not self.takes_tools:
             raise _bad("tools", "the model's chat template takes none", "leave them out", "NO_TOOLS")
         if continue_final_message:
@@ -100,11 +90,17 @@ class ChatTemplate:
         text = self._rendered(context)
         return _cut_at_mark(text) if continue_final_message else text
 
+    def _known_role(self, message: dict[str, object]) -> dict[str, object]:
+        """A developer's message is a system message, except for templates that know developers."""
+        if message["role"] == "developer" and "developer" not in self._source:
+            return {**message, "role": "system"}
+        return message
+
     @cached_property
     def takes_tools(self) -> bool:
         """The template reads `tools`. A template that cannot be parsed takes none: rendering it says why."""
         try:
-            return "tools" in meta.find_undeclared_variables(_environment().parse(self._source))
+            return "tools" in meta.find_undeclared_variables(environment().parse(self._source))
         except TemplateError:
             return False
 
@@ -128,7 +124,7 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> Template:
-        return _environment().from_string(self._source)
+        return environment().from_string(self._source)
 
 
 def _mark_end(messages: list[dict[str, object]], add_generation_prompt: bool) -> None:
@@ -234,68 +230,3 @@ def _unicode(text: str, where: str) -> str:
 
 def _bad(where: str, problem: str, remedy: str, reason: str = "INVALID_MESSAGES") -> InvalidRequest:
     return InvalidRequest(problem, reason=reason, field=where, remedy=remedy)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with the operators that make much out of little bounded."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        _check_size(operator, left, right)
-        return super().call_binop(context, operator, left, right)
-
-
-def _check_size(operator: str, left: object, right: object) -> None:
-    match operator, left, right:
-        case "*", (str() | list() | tuple()) as items, int(count):
-            size = len(items) * count
-        case "*", int(count), (str() | list() | tuple()) as items:
-            size = len(items) * count
-        case "+", (str() | list() | tuple()) as items, (str() | list() | tuple()) as more:
-            size = len(items) + len(more)
-        case (("*" | "**"), int(), int()):
-            size = left.bit_length() * (right if operator == "**" else 1)
-        case "%", str(), _:
-            size = MAX_RENDERED_CHARS + 1 if _WIDE_FORMAT.search(left) else 0
-        case _:
-            size = 0
-    if size > MAX_RENDERED_CHARS:
-        raise SecurityError(f"the result of {operator!r} would be too large")
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks assistant text for training; here its body is simply rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, which a prompt must not contain.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: object) -> NoReturn:
-    raise TemplateError(str(message))
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

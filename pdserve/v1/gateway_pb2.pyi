@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "name", "tool_calls_json", "tool_call_id")
+    __slots__ = ("role", "content", "name", "tool_calls_json", "tool_call_id", "reasoning_content")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_JSON_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    REASONING_CONTENT_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
     name: str
     tool_calls_json: str
     tool_call_id: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls_json: _Optional[str] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
+    reasoning_content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls_json: _Optional[str] = ..., tool_call_id: _Optional[str] = ..., reasoning_content: _Optional[str] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
     __slots__ = ("messages", "tools_json", "continue_final_message", "variables_json", "tool_mode", "tool_function", "parallel_tool_calls", "add_generation_prompt")
@@ -164,8 +166,10 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("recent",)
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    recent: int
+    def __init__(self, recent: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "role", "state", "model", "endpoints", "contract", "contract_digest", "load", "lease_left_s", "takes_prompts", "capabilities", "adapters", "metrics")
@@ -198,7 +202,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.Endpoint, _Mapping]]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., contract_digest: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., lease_left_s: _Optional[float] = ..., takes_prompts: _Optional[bool] = ..., capabilities: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[_Union[_common_pb2.LoadedAdapter, _Mapping]]] = ..., metrics: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_limit", "queued_tokens", "pages_total", "pages_held", "pages_cached", "tokens_per_s", "steps", "prefill_tokens_per_s", "shared_prefill_tokens_per_s", "queued_prefill_tokens", "predicted_wait_s", "transfer_bytes_per_s", "decode_step_ms", "fixed_step_ms", "prefill_token_us", "prefill_pair_ns", "step_ms")
+    __slots__ = ("running", "waiting", "waiting_limit", "queued_tokens", "pages_total", "pages_held", "pages_cached", "tokens_per_s", "steps", "prefill_tokens_per_s", "shared_prefill_tokens_per_s", "queued_prefill_tokens", "predicted_wait_s", "transfer_bytes_per_s", "decode_step_ms", "fixed_step_ms", "prefill_token_us", "prefill_pair_ns", "step_ms", "batch_limit")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_LIMIT_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +222,7 @@ class Load(_message.Message):
     PREFILL_TOKEN_US_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PAIR_NS_FIELD_NUMBER: _ClassVar[int]
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_LIMIT_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_limit: int
@@ -237,7 +242,8 @@ class Load(_message.Message):
     prefill_token_us: float
     prefill_pair_ns: float
     step_ms: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_limit: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., shared_prefill_tokens_per_s: _Optional[float] = ..., queued_prefill_tokens: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., fixed_step_ms: _Optional[float] = ..., prefill_token_us: _Optional[float] = ..., prefill_pair_ns: _Optional[float] = ..., step_ms: _Optional[float] = ...) -> None: ...
+    batch_limit: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_limit: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., shared_prefill_tokens_per_s: _Optional[float] = ..., queued_prefill_tokens: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., fixed_step_ms: _Optional[float] = ..., prefill_token_us: _Optional[float] = ..., prefill_pair_ns: _Optional[float] = ..., step_ms: _Optional[float] = ..., batch_limit: _Optional[int] = ...) -> None: ...
 
 class Pair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "fits", "differences")
@@ -252,7 +258,7 @@ class Pair(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., fits: _Optional[bool] = ..., differences: _Optional[_Iterable[_Union[_common_pb2.Difference, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("workers", "pairs", "registry", "registry_warning", "active_requests", "version", "placement")
+    __slots__ = ("workers", "pairs", "registry", "registry_warning", "active_requests", "version", "placement", "recent")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +266,7 @@ class StatusResponse(_message.Message):
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     pairs: _containers.RepeatedCompositeFieldContainer[Pair]
     registry: str
@@ -267,7 +274,30 @@ class StatusResponse(_message.Message):
     active_requests: int
     version: str
     placement: PlacementCounts
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., registry: _Optional[str] = ..., registry_warning: _Optional[str] = ..., active_requests: _Optional[int] = ..., version: _Optional[str] = ..., placement: _Optional[_Union[PlacementCounts, _Mapping]] = ...) -> None: ...
+    recent: _containers.RepeatedCompositeFieldContainer[RecentRequest]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., registry: _Optional[str] = ..., registry_warning: _Optional[str] = ..., active_requests: _Optional[int] = ..., version: _Optional[str] = ..., placement: _Optional[_Union[PlacementCounts, _Mapping]] = ..., recent: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ...) -> None: ...
+
+class RecentRequest(_message.Message):
+    __slots__ = ("request_id", "tenant", "model", "adapter", "label", "began_s", "age_ms", "state", "record")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    model: str
+    adapter: str
+    label: str
+    began_s: float
+    age_ms: float
+    state: str
+    record: _common_pb2.HandoffRecord
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., label: _Optional[str] = ..., began_s: _Optional[float] = ..., age_ms: _Optional[float] = ..., state: _Optional[str] = ..., record: _Optional[_Union[_common_pb2.HandoffRecord, _Mapping]] = ...) -> None: ...
 
 class PlacementCounts(_message.Message):
     __slots__ = ("disaggregate", "handed_over", "computed_at_decode", "fallbacks", "cheaper", "predictions", "bounds", "ratios")

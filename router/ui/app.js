@@ -23,11 +23,11 @@ const HANDLERS = {
     get("warning").hidden = !told.warning;
     text(get("warning"), told.warning);
     showPools(told);
-    showReadings(told, about, ended());
   },
   matrix: (told) => showMatrix(told, about),
   requests(told) {
     take(told.requests, about);
+    if (state) showReadings(state, about, ended());
   },
 };
 

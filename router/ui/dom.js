@@ -56,6 +56,12 @@ export const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"
 
 export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
 
+/** With explicit roles: a phone's layout would take them away. */
+export function table(heads, kind = false) {
+  const cells = heads.map((name) => h("th", { scope: "col", role: "columnheader" }, name));
+  return h("table", { class: kind, role: "table" }, h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ...cells)), h("tbody", { role: "rowgroup" }));
+}
+
 export function differences(found) {
   const row = (d) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, d.code)), h("td", {}, d.left), h("td", {}, d.right),
     h("td", { class: "quiet" }, d.kind.replace("_", " ")));

@@ -1,9 +1,8 @@
 // The pools, the readings above them, and the matrix between them.
 
-import { differences, duration, get, h, keyed, plural, short, svg, text } from "./dom.js";
+import { differences, duration, get, h, keyed, plural, short, svg, table, text } from "./dom.js";
 
-const POINTS = 120; // of a reading's line, one a second
-const history = new Map();
+const POINTS = 240; // of a reading's line, two a second
 const pools = { prefill: new Map(), decode: new Map() };
 const readings = new Map();
 
@@ -17,11 +16,12 @@ export function showReadings(state, about, ended) {
   const pages = sum(decode, (l) => l.pages_total), held = sum(decode, (l) => l.pages_held);
   const failed = ended.filter((r) => r.state === "failed" || r.state === "refused").length;
   const [first, unit] = firsts.length ? duration(middle).split(/ (?=\S+$)/) : ["–", ""];
+  const output = sum(decode, (l) => l.tokens_per_s), prompts = sum(prefill, (l) => l.tokens_per_s);
   const told = [
     ["In flight", state.active, "", `of at most ${about.max_active}`, state.active],
-    ["First token", first, unit, firsts.length ? `median of ${firsts.length}, 95 % within ${duration(slow)}` : "no answer yet", middle ?? 0],
-    ["Output", short(sum(decode, (l) => l.tokens_per_s)), "tok/s", `${plural(sum(decode, (l) => l.running), "stream")} running`, sum(decode, (l) => l.tokens_per_s)],
-    ["Prompts", short(sum(prefill, (l) => l.tokens_per_s)), "tok/s", `${short(sum(state.workers, (l) => l.queued_prefill_tokens))} tokens waiting`, sum(prefill, (l) => l.tokens_per_s)],
+    ["First token", first, unit, firsts.length ? `median; 95 % within ${duration(slow)}` : "no answer yet", middle ?? 0],
+    ["Output", short(output), "tok/s", `${plural(sum(decode, (l) => l.running), "stream")} running`, output],
+    ["Prompts", short(prompts), "tok/s", `${short(sum(state.workers, (l) => l.queued_prefill_tokens))} tokens waiting`, prompts],
     ["Decode pages", pages ? Math.round((100 * held) / pages) : "–", pages ? "%" : "", pages ? `${held} of ${pages} held, ${sum(decode, (l) => l.pages_cached)} cached` : "no pool", pages ? held / pages : 0],
     ["Failed", failed, "", `of the last ${plural(ended.length, "request")}`, failed],
   ];
@@ -30,14 +30,12 @@ export function showReadings(state, about, ended) {
 }
 
 function makeReading(name) {
-  const number = document.createTextNode(""), unit = h("span"), note = h("p"), line = svg("polyline"), value = h("dd", {}, number, unit);
-  const graph = svg("svg", { viewBox: "0 0 120 26", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("line", { x1: 0, y1: 26, x2: 120, y2: 26 }), line);
+  const number = document.createTextNode(""), unit = h("span"), note = h("p"), line = svg("polyline"), value = h("dd", {}, number, unit), points = [];
+  const graph = svg("svg", { viewBox: "0 0 240 26", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("line", { x1: 0, y1: 26, x2: 240, y2: 26 }), line);
   const node = h("div", { class: "reading" }, h("dl", {}, h("dt", {}, name), value), note, graph);
-  history.set(name, []);
   return { node, show(told, of, more, point, bad) {
     text(number, told); text(unit, of); text(note, more);
     value.classList.toggle("bad", bad);
-    const points = history.get(name);
     points.push(point);
     if (points.length > POINTS) points.shift();
     const top = Math.max(...points) || 1;
@@ -48,17 +46,27 @@ function makeReading(name) {
 export function showPools(state) {
   for (const role of ["prefill", "decode"]) {
     const workers = state.workers.filter((worker) => worker.role === role), place = get(role);
-    const models = new Set(workers.map((worker) => worker.model));
-    text(get(`${role}-name`).querySelector("small"), workers.length ? `${plural(workers.length, "worker")}${models.size > 1 ? `, ${models.size} models` : ""}` : "");
+    const all = workers.map(facts), common = (all[0] ?? []).filter((fact) => all.every((some) => some.includes(fact)));
+    text(get(`${role}-name`).querySelector("small"), workers.length ? plural(workers.length, "worker") : "");
+    text(get(`${role}-facts`), inline(common));
     if (!workers.length) {
       pools[role].clear();
       place.replaceChildren(nobody(role, state.workers.length));
       continue;
     }
-    if (!place.querySelector("table")) place.replaceChildren(table());
+    if (!place.querySelector("table")) place.replaceChildren(table(["worker", "state", "running", "waiting", "pages", "tok/s", "apart"], "workers"));
     keyed(place.querySelector("tbody"), pools[role], workers.map((worker) => worker.id), makeWorker);
-    for (const worker of workers) pools[role].get(worker.id).show(worker);
+    workers.forEach((worker, at) => pools[role].get(worker.id).show(worker, all[at].filter((fact) => !common.includes(fact))));
   }
+}
+
+const inline = (some) => some.map((fact) => fact.replaceAll(" ", "\u00a0")).join(" · ");
+
+/** What a worker is. Those that all of a pool share are told once, above it. */
+function facts({ model, device, dtypes: [kv, weights], info, adapters, takes_prompts: alone, pages: [size] }) {
+  const told = [model, device, kv === weights ? kv : `${weights}, KV ${kv}`, `pages of ${size}`, info.kernels && `kernels ${info.kernels}`, info.deterministic === "true" && "deterministic",
+    info.pdserve && `pdserve ${info.pdserve}`, info.torch && `torch ${info.torch.split("+")[0]}`, adapters.length && `adapters ${adapters.join(", ")}`, alone && "computes prompts, too"];
+  return told.filter(Boolean);
 }
 
 function nobody(role, others) {
@@ -66,61 +74,47 @@ function nobody(role, others) {
   return h("p", { class: "empty" }, "No workers yet. ", h("code", {}, "pdserve up"), " starts two pools and a router on this machine.");
 }
 
-function table() {
-  const head = [["worker"], ["state"], ["queue", "n"], ["pages", ""], ["rate", "n"]].map(([name, kind]) => h("th", { scope: "col", class: kind || false }, name));
-  return h("table", { class: "workers", role: "table" }, h("thead", {}, h("tr", { role: "row" }, ...head)), h("tbody"));
-}
-
 function makeWorker(id) {
-  const about = h("small"), state = h("td", { role: "cell" }), queue = text2("n"), pages = h("td", { role: "cell" }), rate = text2("n");
-  const held = svg("rect", { class: "held", height: 5 }), cached = svg("rect", { class: "cached", height: 5 }), count = h("span");
-  pages.append(count, svg("svg", { class: "meter", viewBox: "0 0 100 5", preserveAspectRatio: "none", "aria-hidden": "true" }, cached, held));
-  const node = h("tr", { role: "row" }, h("th", { scope: "row", role: "rowheader" }, h("span", { class: "id" }, id), about), state, queue.cell, pages, rate.cell);
-  return { node, show(worker) {
-    const load = worker.load, [kv, weights] = worker.dtypes, info = worker.info;
-    const parts = [worker.model, worker.device, kv === weights ? kv : `${weights}, KV ${kv}`, info.kernels && `kernels ${info.kernels}`, info.pdserve && `pdserve ${info.pdserve}`,
-      info.torch && `torch ${info.torch.split("+")[0]}`, worker.adapters.length && `adapters ${worker.adapters.join(", ")}`, worker.takes_prompts && "computes prompts, too"];
-    text(about, parts.filter(Boolean).join(" · "));
-    about.title = `${worker.address}, contract ${worker.contract}`;
+  const cell = (name, ...parts) => h("td", { role: "cell", "data-name": name }, ...parts), [running, waiting, count, rate, more] = Array.from({ length: 5 }, () => h("span"));
+  const held = svg("rect", { class: "held", height: 5 }), cached = svg("rect", { class: "cached", height: 5 });
+  const state = cell(false), apart = h("td", { role: "cell", class: "apart" });
+  const meter = svg("svg", { class: "meter", viewBox: "0 0 100 5", preserveAspectRatio: "none", "aria-hidden": "true" }, cached, held);
+  const name = h("th", { scope: "row", role: "rowheader", class: "id" }, id);
+  const node = h("tr", { role: "row" }, name, state, cell("running", running), cell("waiting", waiting), cell("pages", count, meter), cell("tok/s", rate, h("small", {}, more)), apart);
+  return { node, show(worker, own) {
+    const load = worker.load, of = (part) => (load.pages_total ? Math.min(100, (100 * part) / load.pages_total) : 0);
+    name.title = `${worker.address}, contract ${worker.contract}`;
     state.className = `state ${worker.state}`;
     text(state, worker.state);
-    queue.show(`${load.running} + ${load.waiting}`, `of ${load.waiting_limit} waiting`);
+    text(running, String(load.running));
+    text(waiting, String(load.waiting));
     text(count, `${load.pages_held} / ${load.pages_total}`);
-    const of = (part) => (load.pages_total ? (100 * part) / load.pages_total : 0);
     held.setAttribute("width", of(load.pages_held));
-    cached.setAttribute("width", of(Math.min(load.pages_total, load.pages_held + load.pages_cached)));
-    const more = worker.role === "prefill" ? load.transfer_bytes_per_s && `${short(load.transfer_bytes_per_s)}B/s sent` : load.decode_step_ms && `step ${duration(load.decode_step_ms)}`;
-    rate.show(`${short(load.tokens_per_s)} tok/s`, more || "");
+    cached.setAttribute("width", of(load.pages_held + load.pages_cached));
+    text(rate, short(load.tokens_per_s));
+    text(more, load.transfer_bytes_per_s ? `${short(load.transfer_bytes_per_s)}B/s` : load.decode_step_ms ? `step ${duration(load.decode_step_ms)}` : "");
+    text(apart, inline(own));
   } };
 }
 
-function text2(kind) {
-  const first = h("span"), second = h("small"), cell = h("td", { class: kind, role: "cell" }, first, second);
-  return { cell, show(one, two) { text(first, one); text(second, two); } };
-}
-
-const WORDS = { fits: "fits", converts: "converts", lossy: "lossy", refused: "refused" };
 const names = (kind) => `${kind.ids.join(", ")}${kind.count > kind.ids.length ? ` and ${kind.count - kind.ids.length} more` : ""}`;
 
 export function showMatrix(matrix, about) {
   const { rows, columns, cells } = matrix, place = get("matrix");
   get("plant").classList.toggle("wide", columns.length > 3);
-  const told = [];
-  const notes = [];
-  if (about.disaggregate !== "always") notes.push(about.disaggregate === "never" ? "This router hands nothing over: decode workers compute prompts." : "A decode worker may also compute a prompt itself, where that is cheaper.");
+  const told = [], note = { never: "This router hands nothing over: decode workers compute prompts.", auto: "A decode worker may also compute a prompt itself, where that is cheaper." }[about.disaggregate];
   if (!rows.length || !columns.length) {
     place.replaceChildren(h("p", { class: "quiet" }, "A pair needs a worker of each pool."));
   } else {
-    const head = h("tr", {}, h("td", { class: "quiet" }), ...columns.map((kind) => h("th", { scope: "col", class: "id" }, names(kind))));
+    const head = h("tr", {}, h("td"), ...columns.map((kind) => h("th", { scope: "col", class: "id" }, names(kind))));
     const body = rows.map((row, r) => h("tr", {}, h("th", { scope: "row", class: "id" }, names(row)), ...columns.map((column, c) => {
       const { verdict, differences: found } = cells[r][c], id = `pair-${r}-${c}`;
       if (found.length) told.push({ id, title: `${names(row)} → ${names(column)}`, verdict, found });
-      return h("td", { class: verdict }, found.length ? h("a", { href: `#${id}` }, WORDS[verdict]) : h("span", {}, WORDS[verdict]));
+      return h("td", { class: verdict }, found.length ? h("a", { href: `#${id}` }, verdict) : h("span", {}, verdict));
     })));
-    head.firstChild.textContent = "↓ prefill, decode →";
-    place.replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, ...body)), ...notes.map((note) => h("p", { class: "quiet" }, note)));
+    place.replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, ...body)), h("p", { class: "quiet" }, note ?? ""));
   }
   get("reasons").hidden = !told.length;
   get("reasons").replaceChildren(...told.map(({ id, title, verdict, found }) => h("article", { id, tabindex: "-1" },
-    h("h2", {}, h("span", { class: "id" }, title), " ", h("span", { class: verdict === "refused" ? "bad" : "quiet" }, WORDS[verdict])), differences(found))));
+    h("h2", {}, h("span", { class: "id" }, title), " ", h("span", { class: verdict === "refused" ? "bad" : "quiet" }, verdict)), differences(found))));
 }

@@ -1,15 +1,19 @@
 // The last requests as waterfalls, and one request's decision record.
 
 import { ask } from "./feed.js";
-import { clock, differences, duration, get, h, keyed, plural, short, svg, text } from "./dom.js";
+import { clock, differences, duration, get, h, keyed, plural, short, svg, table, text } from "./dom.js";
 
-const SHOWN = 200;
+const KEPT = 250; // as many as the router tells of
+const NAMES = { 4: "tokens", 5: "first token", 6: "in all" }; // on a phone each stands above its number
+let shown = 40;
 const STAGES = ["queued", "prefill", "transfer", "first token", "decode"];
 const requests = new Map();
 const rows = new Map();
 let opened = "";
 
 const kind = (stage) => stage.replace(" ", "-");
+const titled = (title, ...some) => [h("h3", {}, title), ...some];
+const items = (some) => h("ul", {}, ...some);
 export const forget = () => requests.clear();
 
 /** Newest first, those that run included. */
@@ -23,27 +27,29 @@ export function legend() {
 
 export function take(changed, about) {
   for (const request of changed) requests.set(request.id, request);
-  const order = inOrder().slice(0, SHOWN), place = get("list");
-  for (const id of requests.keys()) if (requests.size > SHOWN && !order.some((request) => request.id === id)) requests.delete(id);
-  const running = order.filter((request) => request.state === "running").length;
-  text(get("requests-name").querySelector("small"), order.length ? `${order.length}${running ? `, ${running} running` : ""}` : "");
+  const all = inOrder(), order = all.slice(0, shown), place = get("list"), left = all.length - order.length;
+  for (const request of all.slice(KEPT)) requests.delete(request.id);
+  const running = all.filter((request) => request.state === "running").length;
+  text(get("requests-name").querySelector("small"), running ? `${all.length}, ${running} running` : all.length ? String(all.length) : "");
+  get("more").hidden = !left;
+  text(get("more"), `Show ${left} more`);
+  get("more").onclick = () => { shown = KEPT; take([], about); };
   if (!order.length) {
     place.replaceChildren(h("p", { class: "empty" }, "No request yet. ", h("code", {}, 'pdserve generate --chat "What is the capital of France?"'), " sends one."));
     return;
   }
   if (!place.querySelector("table")) {
     rows.clear();
-    const heads = [["began"], ["outcome"], ["model"], ["way"], ["tokens", "n"], ["first token", "n"], ["in all", "n"], ["stages", "fall"]];
-    place.replaceChildren(h("table", { role: "table" }, h("thead", {}, h("tr", { role: "row" }, ...heads.map(([name, of]) => h("th", { scope: "col", class: of || false }, name)))), h("tbody")));
+    place.replaceChildren(table(["began", "outcome", about.tenants ? "model, tenant" : "model", "route", "tokens", "first token", "in all", "stages"]));
   }
   keyed(place.querySelector("tbody"), rows, order.map((request) => request.id), makeRow);
   const scale = Math.max(...order.map((request) => request.total_ms), 1);
   for (const request of order) rows.get(request.id).show(request, scale, about);
-  if (opened && changed.some((request) => request.id === opened) && get("decision").open) open(opened);
+  if (changed.some((request) => request.id === opened)) show(opened);
 }
 
 function makeRow(id) {
-  const cells = Array.from({ length: 8 }, (_, at) => h("td", { role: "cell", class: at === 7 ? "fall" : at > 3 ? "n" : false }));
+  const cells = Array.from({ length: 8 }, (_, at) => h("td", { role: "cell", class: at === 7 ? "fall" : false, "data-name": NAMES[at] }));
   const button = h("button", { class: "open", type: "button" });
   cells[0].append(button);
   const node = h("tr", { role: "row", onclick: () => open(id) }, ...cells);
@@ -56,12 +62,12 @@ function makeRow(id) {
     button.setAttribute("aria-label", `${clock(request.began_s)}: decision record of ${id}`);
     cells[1].className = `state ${request.state}`;
     text(cells[1], request.state === "running" ? "running" : request.outcome);
-    text(cells[2], about.tenants ? `${request.model} · ${request.tenant}` : request.model);
+    text(cells[2], `${request.model || "–"}${about.tenants ? ` · ${request.tenant}` : ""}`);
     text(cells[3], way(request));
     cells[3].className = "id";
     text(cells[4], `${request.prompt_tokens} → ${request.output_tokens}`);
     text(cells[5], request.first_token_ms ? duration(request.first_token_ms) : "–");
-    text(cells[6], duration(request.total_ms));
+    text(cells[6], request.total_ms ? duration(request.total_ms) : "–");
     cells[7].replaceChildren(track(request.stages, scale));
   } };
 }
@@ -80,9 +86,15 @@ function track(stages, scale) {
   return svg("svg", { class: "track", viewBox: "0 0 1000 14", preserveAspectRatio: "none", role: "img", "aria-label": told || "nothing yet" }, ...bars);
 }
 
-async function open(id) {
-  const dialog = get("decision");
+function open(id) {
   opened = id;
+  text(get("decision-name").querySelector("span"), id);
+  get("record").replaceChildren();
+  get("decision").showModal();
+  show(id);
+}
+
+async function show(id) {
   let content;
   try {
     content = decision(await (await ask(`requests/${encodeURIComponent(id)}`)).json());
@@ -90,37 +102,35 @@ async function open(id) {
     content = [h("p", { class: "bad" }, error.message)];
   }
   if (opened !== id) return;
-  const top = dialog.scrollTop, raw = dialog.querySelector("details")?.open;
-  const title = h("h2", { id: "decision-name", tabindex: "-1", autofocus: true }, "Request ", h("span", { class: "id" }, id));
-  const close = h("button", { type: "button", onclick: () => dialog.close() }, "Close");
-  dialog.replaceChildren(h("div", { class: "bar" }, title, close), ...content);
-  if (raw) dialog.querySelector("details").open = true;
-  if (!dialog.open) dialog.showModal();
-  dialog.scrollTop = top;
+  const raw = get("record").querySelector("details")?.open;
+  get("record").replaceChildren(...content);
+  if (raw) get("record").querySelector("details").open = true;
 }
 
 export function closing() {
   const dialog = get("decision");
+  get("close").addEventListener("click", () => dialog.close());
   dialog.addEventListener("close", () => { opened = ""; });
   dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
 }
 
 function decision(request) {
   const record = request.record, last = record.history.at(-1);
-  const parts = [
-    h("p", { class: "quiet" }, `${request.model}, tenant ${request.tenant}, began ${clock(request.began_s)}${request.label ? `, called ${request.label}` : ""}`),
+  const notes = record.notes.filter((note) => !record.rejected.length || !note.includes(" refused: ")); // told above them
+  const failed = record.attempts > 1 || record.history.some((attempt) => attempt.failed_worker);
+  return [
+    h("p", { class: "quiet" }, `${request.model || "no model named"}, tenant ${request.tenant}, began ${clock(request.began_s)}${request.label ? `, called ${request.label}` : ""}`),
     h("p", { class: `state ${request.state}` }, request.outcome || "running", request.total_ms ? ` after ${duration(request.total_ms)}` : ""),
-    h("h3", {}, "Stages"), stair(request),
+    ...titled("Stages", stair(request)),
+    ...(last ? titled("Placement", placement(last)) : []),
+    ...(failed ? titled("Attempts", items(record.history.map(attempt))) : []),
+    ...(record.candidates.length ? titled("Pairs that fit", items(record.candidates.map(group))) : []),
+    ...(record.rejected.length ? titled("Pairs refused", items(record.rejected.map(group))) : []),
+    ...(last ? titled("What it took", figures(record)) : []),
+    ...(record.conversions.length ? titled("Converted on the way", differences(record.conversions)) : []),
+    ...(notes.length ? titled("Notes", items(notes.map((note) => h("li", {}, note)))) : []),
+    h("details", {}, h("summary", {}, "The whole record"), h("pre", {}, JSON.stringify(record, null, 1))),
   ];
-  if (last) parts.push(h("h3", {}, "Placement"), placement(last));
-  if (record.attempts > 1 || record.history.some((attempt) => attempt.failed_worker)) parts.push(h("h3", {}, "Attempts"), h("ul", {}, ...record.history.map(attempt)));
-  if (record.candidates.length) parts.push(h("h3", {}, "Pairs that fit"), h("ul", {}, ...record.candidates.map(group)));
-  if (record.rejected.length) parts.push(h("h3", {}, "Pairs refused"), h("ul", {}, ...record.rejected.map(group)));
-  if (last) parts.push(h("h3", {}, "What it took"), figures(record));
-  if (record.conversions.length) parts.push(h("h3", {}, "Converted on the way"), differences(record.conversions));
-  if (record.notes.length) parts.push(h("h3", {}, "Notes"), h("ul", {}, ...record.notes.map((note) => h("li", {}, note))));
-  parts.push(h("details", {}, h("summary", {}, "The whole record"), h("pre", {}, JSON.stringify(record, null, 1))));
-  return parts;
 }
 
 function stair(request) {
@@ -133,7 +143,7 @@ const REASONS = { mode: "the router's mode leaves no choice", only: "no prefill 
 
 function placement(last) {
   const who = last.placement === "decode" ? `${last.decode_worker} computed the prompt itself` : `${last.prefill_worker} handed over to ${last.decode_worker}`;
-  const rows = [["chosen", `${who}: ${REASONS[last.placement_reason] ?? last.placement_reason}`], ["from", `${plural(last.prefill_candidates, "prefill worker")}, ${plural(last.decode_candidates, "decode worker")}`]];
+  const rows = [["chosen", `${who}: ${REASONS[last.placement_reason] ?? last.placement_reason}`], ["from", `${last.placement === "decode" ? "" : `${plural(last.prefill_candidates, "prefill worker")}, `}${plural(last.decode_candidates, "decode worker")}`]];
   if (last.predicted_handoff_ms) rows.push(["handoff", `${duration(last.predicted_handoff_ms)} to the first token, predicted`]);
   if (last.predicted_decode_ms) rows.push(["at decode", `${duration(last.predicted_decode_ms)} predicted${last.decode_penalty_ms ? `, and ${duration(last.decode_penalty_ms)} for what others lose` : ""}`]);
   if (last.first_token_ms) rows.push(["came", `${duration(last.first_token_ms)} after the choice`]);

@@ -18,6 +18,7 @@ from pdserve.client.status import Status
 from pdserve.engine.checkpoint import save_spec_checkpoint
 from pdserve.engine.loaded import LoadedModel
 from pdserve.rpc.channel import channel
+from pdserve.rpc.settings import RpcSettings
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from tests.e2e.stack import pause
 from tests.engine.tiny import spec, tiny_model
@@ -191,11 +192,11 @@ def names(status: Status) -> tuple[str, ...]:
     return tuple(worker.worker_id for worker in status.workers)
 
 
-async def check_free(client: AsyncClient, within_s: float = WAIT_S) -> None:
+async def check_free(client: AsyncClient, within_s: float = WAIT_S, rpc: RpcSettings | None = None) -> None:
     """Soon no worker that is left holds a page, as each of them tells it."""
     async with asyncio.timeout(within_s):
         for worker in (await client.status()).workers:
-            async with channel(worker.addresses[0]) as link:
+            async with channel(worker.addresses[0], rpc) as link:
                 stub = worker_pb2_grpc.WorkerStub(link)
                 while (accounts := await stub.Accounts(worker_pb2.AccountsRequest(), timeout=WAIT_S)).holdings:
                     await pause(0.05)

@@ -22,6 +22,7 @@ from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import EngineConfig, StepCounters, StepOutput, StepPlan
 from pdserve.engine.spec import ModelSpec
 from pdserve.errors import PdserveError
+from pdserve.telemetry.context import TraceContext, current
 from tests.engine.tiny import TINY, tiny_model
 
 WAIT_S = 20.0  # for anything that must happen; the machine may be busy
@@ -88,9 +89,12 @@ class WatchedHost:
     def __init__(self, host: ReceiverHost) -> None:
         self.logits: dict[str, ReceivedLogits] = {}
         """First-step logits by the router's request id, exactly as they came off the wire."""
+        self.traces: list[TraceContext | None] = []
+        """Whose span each push was below."""
         self._host = host
 
     async def grant(self, claim: Claim) -> PageSink:
+        self.traces.append(current().trace)
         return await self._host.grant(claim)
 
     def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:

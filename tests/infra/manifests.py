@@ -18,6 +18,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
 OVERLAYS = ("plain", "kuberay", "rayjob")
+CERT_MANAGER = "../cert-manager"
 LEAST = (1, 27)  # the first kubectl whose kustomize knows what ours use
 CLUSTER = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec"}
 

@@ -22,6 +22,7 @@ import prefill_worker.__main__
 import router.__main__
 from pdserve.cli.main import app
 from pdserve.config import Config, load_config
+from pdserve.rpc import health
 from tests.infra.manifests import ROOT, Document, Pod
 
 Main = Callable[[Sequence[str]], int]
@@ -31,20 +32,30 @@ MAINS: dict[str, tuple[Main, tuple[str, ...]]] = {
     "prefill_worker": (prefill_worker.__main__.main, ("--model", "/does/not/exist")),
     "decode_worker": (decode_worker.__main__.main, ("--model", "/does/not/exist")),
 }
-ENV_OF_RAY = {"RAY_USAGE_STATS_ENABLED"}
+ENV_OF_RAY = {"RAY_USAGE_STATS_ENABLED", "RAY_REDIS_CA_CERT"}
 VARIABLE = re.compile(r"\$\(([A-Z_]+)\)")
 MOUNT, FILE = "/etc/pdserve", "/etc/pdserve/pdserve.toml"
 
 
 def settings(documents: list[Document], tmp_path: Path, pod: Pod) -> Config:
-    """The configuration that this pod mounts, read by the program; the file is tmp_path/pdserve.toml."""
+    """The configuration that this pod mounts, read by the program.
+
+    tmp_path/pdserve.toml is the same with an authority's file that is there.
+    """
     volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
     mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in pod.container["volumeMounts"]}
     name = mounted[MOUNT]["configMap"]["name"]
     (data,) = [d["data"] for d in documents if d["kind"] == "ConfigMap" and d["metadata"]["name"] == name]
     for file, text in data.items():
         (tmp_path / file).write_text(text)
-    return load_config(tmp_path / Path(FILE).name)
+    path = tmp_path / Path(FILE).name
+    config = load_config(path)
+    # Who reads it next looks for the authority's file.
+    here = tmp_path / "tls"
+    here.mkdir(exist_ok=True)
+    (here / "ca.crt").touch()
+    path.write_text(path.read_text().replace(str(Path(config.decode.rpc.tls.ca_file).parent), str(here)))
+    return config
 
 
 def environment(container: Document) -> dict[str, str]:
@@ -52,6 +63,12 @@ def environment(container: Document) -> dict[str, str]:
     values = {"POD_IP": "127.0.0.1", "POD_NAME": "pod-0"}
     return {each["name"]: each.get("value", values.get(each["name"], "a-secret-of-sufficient-length"))
             for each in container.get("env", [])}  # fmt: skip
+
+
+def expanded(container: Document) -> dict[str, str]:
+    """The same, with the variables that its values name in them."""
+    known = environment(container)
+    return {name: VARIABLE.sub(lambda match: known[match[1]], value) for name, value in known.items()}
 
 
 def arguments(container: Document, tmp_path: Path) -> list[str]:
@@ -94,6 +111,18 @@ def check_pdserve(words: Sequence[str]) -> None:
         raise AssertionError(f"{words}: {error}") from error
 
 
+def check_health(command: Sequence[str], environment: Mapping[str, str], *, role: str, port: int, tls: str) -> None:
+    """`python -m pdserve.rpc.health ...`: it asks that port as that role's, with the certificate at `tls`."""
+    assert tuple(command[:3]) == ("python", "-m", health.__name__), command
+    with patch.dict(os.environ, environment):
+        try:
+            read = health.parser().parse_args(command[3:])
+        except SystemExit as error:
+            raise AssertionError(f"the probe does not take {command[3:]}") from error
+    assert int(read.address.rpartition(":")[2]) == port, read.address
+    assert read.role == role and str(read.tls) == tls, read
+
+
 def check_ray_start(parameters: Mapping[str, str]) -> None:
     start = importlib.import_module("ray.scripts.scripts").start
     known = {option for parameter in start.params for option in parameter.opts}
@@ -122,7 +151,10 @@ def check_batch(entrypoint: str, files: Mapping[str, str]) -> None:
 def check_environment(container: Document, config: Config) -> None:
     """Every variable is read by someone: the configuration, the container's own arguments, Ray."""
     wanted = {each.keys_env for each in config.router.tenants} | {config.router.registry.password_env}
-    text = " ".join([*container.get("command", ()), *container.get("args", ())])
+    texts = [*container.get("command", ()), *container.get("args", ())]
+    text = " ".join([*texts, *(each.get("value", "") for each in container.get("env", []))])
+    if "pdserve.rpc.health" in str(container):
+        wanted |= {"PDSERVE_HEALTH", "PDSERVE_TLS"}
     for name in (each["name"] for each in container.get("env", [])):
         used = name in wanted or f"$({name})" in text or f"${name}" in text or name in ENV_OF_RAY
         assert used, f"nobody reads {name}"

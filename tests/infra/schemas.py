@@ -16,6 +16,7 @@ from tests.infra.manifests import CLUSTER, ROOT, Document
 KUBERNETES = ("1.28.0", "1.37.0")  # the oldest and the newest that the manifests are for
 CRDS = ROOT.parent / "shared" / "data" / "kuberay-crds"  # not part of the project: where it is, it is used
 OURS = Path(__file__).with_name("kuberay.schema.yaml")
+CERT_MANAGER = Path(__file__).with_name("cert-manager.schema.yaml")
 
 
 def check(document: Document) -> None:
@@ -24,6 +25,8 @@ def check(document: Document) -> None:
         check_by_ours(document)
         if CRDS.is_dir():
             check_by_crd(document)
+    elif document["apiVersion"].startswith("cert-manager.io/"):
+        _cert_manager(document["kind"]).validate(document)
     else:
         check_by_kubernetes(document)
 
@@ -71,6 +74,11 @@ def serve_config(document: Document) -> ServeDeploySchema:
 @cache
 def _ours(kind: str) -> jsonschema.Draft202012Validator:
     return _judge(yaml.safe_load(OURS.read_text())[kind])
+
+
+@cache
+def _cert_manager(kind: str) -> jsonschema.Draft202012Validator:
+    return _judge(yaml.safe_load(CERT_MANAGER.read_text())[kind])
 
 
 def _judge(schema: Any) -> jsonschema.Draft202012Validator:

@@ -14,9 +14,11 @@ import yaml
 
 from pdserve import __version__
 from pdserve.config import load_config
+from pdserve.rpc.settings import TlsSettings
 from tests.infra import program
 from tests.infra.manifests import INFRA, ROOT
 from tests.infra.test_program import pinned
+from tests.rpc.certificates import make_certificates
 
 DOCKERFILE = (INFRA / "Dockerfile").read_text()
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -44,13 +46,17 @@ def test_the_image_has_the_versions_that_are_tested() -> None:
 def test_the_image_runs_as_nobody_special_and_says_how_it_is() -> None:
     last = DOCKERFILE.rpartition("\nFROM ")[2]
     assert re.findall(r"^USER (\S+)", last, re.MULTILINE) == ["1000:1000"]
-    (health,) = re.findall(r"^HEALTHCHECK .* CMD (\[.+\])$", last, re.MULTILINE)
-    program.check_pdserve(yaml.safe_load(health))
+    program.check_health(image_health(), {}, role="router", port=load_config().router.port, tls="None")
     (command,) = re.findall(r"^CMD (\[.+\])$", last, re.MULTILINE)
     program.check_command(yaml.safe_load(command), [], {})
     defaults = load_config()
     exposed = {int(port) for port in re.findall(r"^EXPOSE (.+)$", last, re.MULTILINE)[0].split()}
     assert {defaults.router.port, defaults.router.http_port} <= exposed
+
+
+def image_health() -> list[str]:
+    (health,) = re.findall(r"^HEALTHCHECK .* CMD (\[.+\])$", DOCKERFILE, re.MULTILINE)
+    return list(yaml.safe_load(health))
 
 
 def compose() -> dict[str, Any]:
@@ -70,16 +76,20 @@ def test_a_compose_service_is_what_the_program_takes(name: str, tmp_path: Path) 
     words = shlex.split(" ".join(map(str, service["command"][2:]))) if service["command"][0] == "sh" else None
     words = [str(word) for word in service["command"]] if words is None else words[words[0] == "exec" :]
     words = [word.replace("$$(hostname -i)", ADDRESS).replace(program.MOUNT, str(tmp_path)) for word in words]
-    environment = dict.fromkeys(service.get("environment", {}), "a-secret-of-sufficient-length")
+    given_environment = service.get("environment", {})
+    environment = dict.fromkeys(given_environment, "a-secret-of-sufficient-length")
     program.check_command(words[:3], words[3:], environment)
     given = dict(zip(words[3::2], words[4::2], strict=True))
     ports = {int(value) for flag, value in given.items() if flag.endswith("port")}
 
-    asked = service["healthcheck"]["test"][1] if "healthcheck" in service else "pdserve health"
+    role = "router" if name == "router" else "worker"
+    asked = service["healthcheck"]["test"][1] if "healthcheck" in service else shlex.join(image_health())
     health = shlex.split(asked.replace("$$(hostname -i)", ADDRESS))
-    program.check_pdserve(health)
-    address = health[2] if len(health) > 2 else service["environment"]["PDSERVE_HEALTH"]
-    assert int(address.rpartition(":")[2]) == int(given["--port"])
+    (certificate,) = [each for each in service["volumes"] if isinstance(each, dict)]
+    assert certificate["source"] in compose()["volumes"] and certificate["volume"] == {"subpath": role}
+    assert certificate["read_only"] is True
+    assert config.decode.rpc.tls == TlsSettings.of_folder(Path(certificate["target"])) == config.router.rpc.tls
+    program.check_health(health, given_environment, role=role, port=int(given["--port"]), tls=certificate["target"])
     for published in service.get("ports", []):
         host, outside, inside = published.split(":")
         assert host == ADDRESS and outside == inside and int(inside) in ports
@@ -90,7 +100,19 @@ def test_a_compose_service_is_what_the_program_takes(name: str, tmp_path: Path) 
         assert config.decode.registry.url == f"grpc://{name}:{given['--port']}" and given["--registry"] == "memory://"
     else:
         assert "--registry" not in given
-    assert config.decode.rpc.allow_plaintext
+    assert not config.decode.rpc.allow_plaintext
+
+
+def test_compose_makes_the_certificates_that_it_mounts(tmp_path: Path) -> None:
+    service = compose()["services"]["certificates"]
+    assert service["profiles"], "`up` does not start it"
+    words = [*service["command"]]
+    program.check_pdserve(words)
+    assert service["volumes"] == [f"certificates:{words[2]}"]
+    assert re.search(rf"install -d -o pdserve .*{words[2]}", DOCKERFILE), "the volume begins as the image's folder"
+    folder = make_certificates(tmp_path, *words[3:])
+    for role in ("router", "worker"):
+        assert {path.name for path in (folder / role).iterdir()} == {"tls.crt", "tls.key", "ca.crt"}
 
 
 def test_gpus_are_added_to_services_that_exist() -> None:

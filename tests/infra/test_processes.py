@@ -1,15 +1,18 @@
 """The images' entry points, started with a manifest's own commands, arguments, variables and configuration.
 
 Each pod gets a loopback address of its own, so that every port is the manifest's; names of services become
-addresses, paths lie under a temporary folder, and the model is a tiny one.
+addresses, paths lie under a temporary folder, and the model is a tiny one. Certificates are those that
+`pdserve certificates` makes, each part sees its own role's, and the Redis has TLS.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -19,16 +22,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
+import redis
 
 from pdserve.client import AsyncClient
 from pdserve.engine.checkpoint import save_spec_checkpoint
 from pdserve.request import SamplingParams
+from pdserve.rpc.tls import CLIENT, OPERATOR
 from tests.e2e.processes import check_free, until
 from tests.engine.tiny import spec, tiny_model
-from tests.infra.manifests import Document, of_kind, pods, render
+from tests.infra.manifests import Document, Pod, missing, of_kind, pods, render
 from tests.infra.program import MOUNT, VARIABLE
-from tests.redis_server import redis_binary
+from tests.rpc.certificates import make_certificates, rpc_of
 
 START_S = 120.0
 STOP_S = 60.0
@@ -51,40 +57,64 @@ class Cluster:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "data").mkdir()
         (folder / "bin").mkdir()
-        (folder / "bin" / "redis-server").symlink_to(redis_binary())
+        (folder / "bin" / "redis-server").symlink_to(redis_with_tls())
+        redis, router = self._services["pdserve-redis"], self.hosts["router"]
+        self.certificates = make_certificates(folder / "certificates", "--redis", redis, "--host", router)
         checkpoint = folder / "tiny.pdmodel"
         model = tiny_model(spec(context_limit=512))
         save_spec_checkpoint(checkpoint, model.spec, model.tensors)
-        for name, text in of_kind(documents, "ConfigMap")[0]["data"].items():
-            text = text.replace('"smollm2"', f'"{checkpoint}"')
-            for service, host in self._services.items():
-                text = text.replace(f"@{service}:", f"@{host}:").replace(f"//{service}:", f"//{host}:")
-            (folder / name).write_text(text)
+        ((name, text),) = of_kind(documents, "ConfigMap")[0]["data"].items()
+        text = text.replace('"smollm2"', f'"{checkpoint}"')
+        for service, host in self._services.items():
+            text = text.replace(f"@{service}:", f"@{host}:").replace(f"//{service}:", f"//{host}:")
+        for pod in self.pods.values():  # each with its own role's certificate
+            (self.home(pod.component) / name).write_text(self._mounted(pod, text))
 
-    def start(self, component: str) -> None:
-        pod = self.pods[component]
-        container, host = pod.container, self.hosts[component]
+    def home(self, component: str) -> Path:
+        made = self._folder / component
+        made.mkdir(exist_ok=True)
+        return made
+
+    def _mounted(self, pod: Pod, text: str) -> str:
+        """With the folder of the certificate that the pod mounts, in place of where it does."""
+        for volume in pod.spec["volumes"]:
+            if "secret" in volume:
+                role = volume["secret"]["secretName"].removeprefix("pdserve-").removesuffix("-tls")
+                (place,) = [m["mountPath"] for m in pod.container["volumeMounts"] if m["name"] == volume["name"]]
+                text = text.replace(place, str(self.certificates / role))
+        return text
+
+    def _environment(self, component: str) -> dict[str, str]:
+        pod, host = self.pods[component], self.hosts[component]
         values = {"POD_IP": host, "POD_NAME": f"{component}-0"}
-        given = {each["name"]: each.get("value", values.get(each["name"], SECRET)) for each in container.get("env", [])}
-        given |= {
+        env = pod.container.get("env", [])
+        given = {each["name"]: each.get("value", values.get(each["name"], SECRET)) for each in env}
+        given = {name: VARIABLE.sub(lambda match: given[match[1]], value) for name, value in given.items()}
+        given = {name: self._mounted(pod, value) for name, value in given.items()}
+        return given | {
             "PATH": f"{self._folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(self._folder),
         }
+
+    def start(self, component: str) -> None:
+        pod = self.pods[component]
+        container, host, given = pod.container, self.hosts[component], self._environment(component)
         words = [
             VARIABLE.sub(lambda match: given[match[1]], each) for each in (*container["command"], *container["args"])
         ]
         with (self._folder / f"{component}.log").open("wb") as log:
             self._processes[component] = subprocess.Popen(
-                [self._here(word, host) for word in words],
+                [self._here(pod, word, host) for word in words],
                 env={**os.environ, **given},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
-    def _here(self, word: str, host: str) -> str:
-        word = word.replace(MOUNT, str(self._folder)).replace("--dir /data", f"--dir {self._folder / 'data'}")
-        return word.replace("--port 6379", f"--port 6379 --bind {host}").replace("0.0.0.0", host)
+    def _here(self, pod: Pod, word: str, host: str) -> str:
+        word = self._mounted(pod, word).replace(MOUNT, str(self.home(pod.component)))
+        word = word.replace("--dir /data", f"--dir {self._folder / 'data'}")
+        return word.replace("--tls-port 6379", f"--tls-port 6379 --bind {host}").replace("0.0.0.0", host)
 
     def wait_listening(self, component: str, name: str) -> str:
         """host:port of a named port, once somebody answers there. Raises AssertionError with the log otherwise."""
@@ -105,21 +135,26 @@ class Cluster:
             assert process.poll() is None, f"{component}: {(self._folder / f'{component}.log').read_text()}"
         return True
 
-    def probe(self, component: str, name: str) -> int:
-        """The HTTP status that the kubelet would see."""
+    def probe(self, component: str, name: str) -> bool:
+        """What the kubelet would make of it: it does not look at who signed a certificate."""
         container = self.pods[component].container
+        if "exec" in container[name]:
+            command, given = container[name]["exec"]["command"], self._environment(component)
+            return not subprocess.run(command, env={**os.environ, **given}, timeout=60).returncode
         get = container[name]["httpGet"]
         (port,) = [each["containerPort"] for each in container["ports"] if each["name"] == get["port"]]
+        url = f"{get['scheme'].lower()}://{self.hosts[component]}:{port}{get['path']}"
+        anybody = ssl._create_unverified_context()
         try:
-            with urllib.request.urlopen(f"http://{self.hosts[component]}:{port}{get['path']}", timeout=10) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
+            with urllib.request.urlopen(url, timeout=10, context=anybody) as answer:
+                return bool(answer.status == 200)
+        except urllib.error.HTTPError:
+            return False
 
-    def pdserve(self, *words: str) -> int:
-        return subprocess.run(
-            [sys.executable, "-m", "pdserve.cli", *words], timeout=60, stdout=subprocess.DEVNULL
-        ).returncode
+    def health(self, address: str, *words: str) -> int:
+        """The exit status, asked by the client's certificate or by what `words` say."""
+        command = [sys.executable, "-m", "pdserve.cli", "health", address, *words]
+        return subprocess.run(command, timeout=60, stdout=subprocess.DEVNULL).returncode
 
     def stop(self, component: str) -> int:
         """The exit status after SIGTERM."""
@@ -151,21 +186,48 @@ async def test_the_plain_manifests_serve_a_request(tmp_path: Path) -> None:
         for component in ("router", "prefill", "decode"):
             running.start(component)
         gateway = running.wait_listening("router", "grpc")
-        running.wait_listening("router", "http")
-        assert running.probe("router", "livenessProbe") == 200
-        async with AsyncClient(gateway, api_key=SECRET) as client:
+        http = running.wait_listening("router", "http")
+        assert running.probe("router", "livenessProbe")
+        client_files = running.certificates / CLIENT
+        async with AsyncClient(gateway, rpc_of(running.certificates, CLIENT), api_key=SECRET) as client:
             await until(client, lambda status: running.check_alive() and len(status.workers) == 2, START_S)
             await until(client, lambda status: any(pair.fits for pair in status.pairs), START_S)
-            assert running.probe("router", "readinessProbe") == 200
+            assert running.probe("router", "readinessProbe")
             workers = {worker.worker_id: worker for worker in (await client.status()).workers}
             assert set(workers) == {"prefill-0", "decode-0"}, "the pods' names"
             for component in ("prefill", "decode"):
                 address = running.wait_listening(component, "grpc")
                 assert workers[f"{component}-0"].addresses[0] == address, "others reach it by the pod's address"
-                assert running.pdserve("health", address) == 0
+                assert running.probe(component, "readinessProbe") and running.probe(component, "livenessProbe")
+                assert running.health(address, "--tls", str(client_files), "--role", "worker") == 0
+                assert running.health(address) == 1, "nothing is said in clear"
             params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
             done = await client.complete(token_ids=tuple(range(1, 40)), sampling=params)
             assert done.usage.output_tokens == 4
-            await check_free(client)
+            await check_free(client, rpc=rpc_of(running.certificates, OPERATOR))
+        trusting = ssl.create_default_context(cafile=client_files / "ca.crt")
+        headers = {"authorization": f"Bearer {SECRET}"}
+        async with httpx.AsyncClient(verify=trusting, headers=headers) as outside:
+            assert (await outside.get(f"https://{http}/v1/models")).status_code == 200
+        assert not in_clear(running.wait_listening("redis", "redis"))
         assert [running.stop(component) for component in ("router", "prefill", "decode", "redis")] == [0, 0, 0, 0]
-        assert running.pdserve("health", gateway) == 1
+        assert running.health(gateway, "--tls", str(client_files)) == 1
+
+
+def in_clear(address: str) -> bool:
+    """Whether a Redis there answers without TLS."""
+    host, _, port = address.rpartition(":")
+    with redis.Redis(host=host, port=int(port), password=SECRET, socket_timeout=5.0) as client:
+        try:
+            return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+
+
+def redis_with_tls() -> str:
+    """Debian's has it; the wheel's has not."""
+    found = shutil.which("redis-server")
+    if found is None:
+        missing("redis-server", "install one with TLS, such as Debian's")
+    assert found is not None
+    return found

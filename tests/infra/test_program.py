@@ -15,13 +15,17 @@ from pdserve import __version__
 from pdserve.config import Config
 from pdserve.errors import ConfigError
 from pdserve.ray_app import build
+from pdserve.registry.redis_url import parse
+from pdserve.rpc.settings import TlsSettings
+from pdserve.rpc.tls import CLIENT, OPERATOR, ROUTER, WORKER
 from tests.infra import program
-from tests.infra.manifests import INFRA, OVERLAYS, ROOT, Document, Pod, matches, of_kind, pods, render
+from tests.infra.manifests import CERT_MANAGER, INFRA, OVERLAYS, ROOT, Document, Pod, matches, of_kind, pods, render
 from tests.infra.schemas import serve_config
 
 HEALTH_OF_RAY = {("/api/local_raylet_healthz", 52365)}  # of each node's agent
 HTTP_PATHS = {"/healthz", "/readyz"}  # tests/infra/test_processes.py asks them
 DURING_A_DRAIN_S = 20.0
+ROLES = {WORKER, ROUTER, OPERATOR, CLIENT}
 
 
 def check(documents: list[Document], tmp_path: Path) -> None:
@@ -31,7 +35,7 @@ def check(documents: list[Document], tmp_path: Path) -> None:
     configured = next(pod for pod in found if pod.component != "redis")
     config = program.settings(documents, tmp_path, configured)
     for pod in found:
-        check_pod(documents, pod, config, tmp_path)
+        check_pod(documents, pod, components, config, tmp_path)
     for service in of_kind(documents, "Service"):
         selector = {"matchLabels": service["spec"]["selector"]}
         (target,) = [pod for pod in found if matches(selector, pod.labels)]
@@ -54,12 +58,13 @@ def check(documents: list[Document], tmp_path: Path) -> None:
         check_serve(service, tmp_path, components)
 
 
-def check_pod(documents: list[Document], pod: Pod, config: Config, tmp_path: Path) -> None:
+def check_pod(documents: list[Document], pod: Pod, components: dict[str, Pod], config: Config, tmp_path: Path) -> None:
     container, ports = pod.container, program.ports(pod.component, config)
     named = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert named == ports, f"{pod.owner}: {named}, and the program listens on {ports}"
     program.check_environment(container, config)
-    check_probes(container, named)
+    check_certificate(pod, components, config)
+    check_probes(pod, named, config)
     check_stop(pod, config)
     if pod.ray_start is not None:
         program.check_ray_start(pod.ray_start)
@@ -71,23 +76,54 @@ def check_pod(documents: list[Document], pod: Pod, config: Config, tmp_path: Pat
             assert all(value == ports[port] for value in told), given
     if pod.component != "redis":
         program.settings(documents, tmp_path, pod)
-        assert config.prefill.rpc.allow_plaintext, "beyond loopback nothing would start"
     if pod.component in ("prefill", "decode"):
         assert container["resources"]["requests"]["cpu"] == str(config.decode.engine.threads)
     assert pod.spec["securityContext"]["runAsNonRoot"] is True
 
 
-def check_probes(container: Document, named: dict[str, int]) -> None:
+def check_certificate(pod: Pod, components: dict[str, Pod], config: Config) -> None:
+    """Each pod mounts the certificate of its own role where its configuration looks for it, and no key that signs."""
+    volumes = {volume["name"]: volume["secret"] for volume in pod.spec["volumes"] if "secret" in volume}
+    mounts = {mount["mountPath"]: mount for mount in pod.container["volumeMounts"] if mount["name"] in volumes}
+    ((folder, mount),) = mounts.items()
+    secret = volumes[mount["name"]]
+    assert secret["secretName"] == f"pdserve-{role_of(pod, components)}-tls", f"{pod.owner}: {secret}"
+    assert secret["defaultMode"] == 0o440 and pod.spec["securityContext"]["fsGroup"] and mount["readOnly"]
+    if pod.component == "redis":
+        named = re.findall(r"--tls-(?:cert|key|ca-cert)-file (\S+)", pod.container["args"][0])
+        assert named == [f"{folder}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")]
+        return
+    for rpc in (config.router.rpc, config.prefill.rpc, config.decode.rpc):
+        assert rpc.tls == TlsSettings.of_folder(Path(folder)) and not rpc.allow_plaintext
+    url = config.decode.registry.url
+    assert url.startswith("memory:") or (
+        url.startswith("rediss:") and config.decode.registry.ca_file == rpc.tls.ca_file
+    )
+
+
+def role_of(pod: Pod, components: dict[str, Pod]) -> str:
+    """Ray's head is the router's where there is no other."""
+    if pod.component == "ray-head":
+        return "worker" if "router" in components else "router"
+    return {"prefill": "worker", "decode": "worker"}.get(pod.component, pod.component)
+
+
+def check_probes(pod: Pod, named: dict[str, int], config: Config) -> None:
+    container = pod.container
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container.get(name, {})
         if "httpGet" in probe:
             path, port = probe["httpGet"]["path"], probe["httpGet"]["port"]
-            ours = path in HTTP_PATHS and port == "http" and "http" in named
-            assert ours or (path, port) in HEALTH_OF_RAY, probe
-        elif "grpc" in probe:
-            assert probe["grpc"]["port"] == named["grpc"], probe
+            scheme = probe["httpGet"].get("scheme", "HTTP")
+            ours = path in HTTP_PATHS and port == "http" and "http" in named and scheme == "HTTPS"
+            assert ours or ((path, port) in HEALTH_OF_RAY and scheme == "HTTP"), probe
+        elif "exec" in probe and pod.component != "redis":
+            folder = str(Path(config.decode.rpc.tls.cert_file).parent)
+            command = probe["exec"]["command"]
+            program.check_health(command, program.expanded(container), role="worker", port=named["grpc"], tls=folder)
         elif "tcpSocket" in probe:
             assert probe["tcpSocket"]["port"] in named, probe
+        assert "grpc" not in probe, "it does not speak mutual TLS"
     assert "livenessProbe" in container and "readinessProbe" in container
 
 
@@ -179,13 +215,41 @@ def test_secrets_are_those_that_the_deployment_page_makes(overlay: str) -> None:
         assert found is not None and found[1] in made, reference
 
 
-def test_the_manifests_say_that_they_are_in_clear() -> None:
-    for path in (*INFRA.glob("**/*.toml"),):
-        (line,) = [
-            n for n, text in enumerate(path.read_text().splitlines()) if text.startswith("allow_plaintext = true")
-        ]
-        around = path.read_text().splitlines()[max(0, line - 2) : line + 1]
-        assert any("certificates are set up" in text for text in around), path
+def test_nothing_is_in_clear() -> None:
+    for path in INFRA.glob("**/*.toml"):
+        text = path.read_text()
+        assert "[rpc.tls]" in text and "allow_plaintext" not in text and "redis://" not in text, path
+
+
+def test_cert_manager_makes_every_secret_that_is_mounted(tmp_path: Path) -> None:
+    """With names that the program takes for the roles, and that those who connect look for."""
+    documents = render(CERT_MANAGER)
+    made = {each["spec"]["secretName"]: each["spec"] for each in of_kind(documents, "Certificate")}
+    issuers = {each["metadata"]["name"]: each["spec"] for each in of_kind(documents, "Issuer")}
+    assert {spec["issuerRef"]["name"] for spec in made.values()} == set(issuers)
+    authority = made.pop(issuers["pdserve"]["ca"]["secretName"])
+    assert authority["isCA"] and issuers[authority["issuerRef"]["name"]] == {"selfSigned": {}}
+    plain = render("plain")
+    mounted = {secret for overlay in OVERLAYS for pod in pods(render(overlay)) for secret in mounted_secrets(pod)}
+    assert mounted == set(made) - {"pdserve-client-tls", "pdserve-operator-tls"}, "people's own are in no pod"
+    config = program.settings(plain, tmp_path, next(pod for pod in pods(plain) if pod.component == "router"))
+    for secret, spec in made.items():
+        role = secret.removeprefix("pdserve-").removesuffix("-tls")
+        assert {"server auth", "client auth"} <= set(spec["usages"]) and not spec.get("isCA")
+        roles = {
+            known
+            for known in ROLES
+            for name in spec["dnsNames"]
+            if name == f"{known}.{config.router.rpc.tls.deployment}"
+        }
+        assert roles == ({role} if role in ROLES else set())
+    assert parse(config.router.registry.url).hosts[0][0] in made["pdserve-redis-tls"]["dnsNames"]
+    names = {service["metadata"]["name"] for service in of_kind(plain, "Service")}
+    assert names & set(made["pdserve-router-tls"]["dnsNames"]) == {"pdserve"}
+
+
+def mounted_secrets(pod: Pod) -> set[str]:
+    return {volume["secret"]["secretName"] for volume in pod.spec["volumes"] if "secret" in volume}
 
 
 def container_of(component: str) -> Callable[[list[Document]], Any]:
@@ -231,6 +295,12 @@ def open_transfer(documents: list[Document]) -> None:
     del policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
 
 
+def another_certificate(documents: list[Document]) -> None:
+    (decode,) = [pod for pod in pods(documents) if pod.component == "decode"]
+    (volume,) = [volume for volume in decode.spec["volumes"] if "secret" in volume]
+    volume["secret"]["secretName"] = "pdserve-router-tls"
+
+
 TYPOS: dict[str, Callable[[list[Document]], None]] = {
     "a flag": replace("decode", "--transfer-port", "--transfers-port"),
     "a port": replace("router", "8471", "8472"),
@@ -238,7 +308,11 @@ TYPOS: dict[str, Callable[[list[Document]], None]] = {
     "a variable in an argument": replace("decode", "POD_IP", "POD_IPS"),
     "a variable": set_in("router", "env", 1, "name", "PDSERVE_APIKEYS"),
     "the path of a probe": set_in("router", "livenessProbe", "httpGet", "path", "/health"),
-    "the port of a probe": set_in("decode", "readinessProbe", "grpc", "port", 8490),
+    "the port of a probe": set_in("decode", "env", 3, "value", "$(POD_IP):8490"),
+    "the role of a probe": set_in("decode", "livenessProbe", "exec", "command", 4, "router"),
+    "a probe in clear": set_in("router", "readinessProbe", "httpGet", "scheme", "HTTP"),
+    "the folder of a certificate": in_config("/run/pdserve/tls/tls.crt", "/run/pdserver/tls/tls.crt"),
+    "another role's certificate": another_certificate,
     "a container's port": set_in("decode", "ports", 1, "containerPort", 8482),
     "a module": set_in("prefill", "command", 2, "prefil_worker"),
     "a key of the configuration": in_config("transfer_port", "transfer_prot"),

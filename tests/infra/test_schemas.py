@@ -11,7 +11,7 @@ import pydantic
 import pytest
 
 from tests.infra import schemas
-from tests.infra.manifests import OVERLAYS, Document, of_kind, render
+from tests.infra.manifests import CERT_MANAGER, OVERLAYS, Document, of_kind, render
 
 REFUSALS = (
     jsonschema.ValidationError,
@@ -21,7 +21,7 @@ REFUSALS = (
 )
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", [*OVERLAYS, CERT_MANAGER])
 def test_every_document_is_what_its_readers_take(overlay: str) -> None:
     documents = render(overlay)
     for document in documents:
@@ -61,6 +61,14 @@ def test_a_typo_in_a_kubernetes_kind_is_refused(kind: str) -> None:
     rename(*KUBERNETES[kind])(document)
     with pytest.raises(REFUSALS):
         schemas.check_by_kubernetes(document)
+
+
+@pytest.mark.parametrize(("kind", "path"), [("Certificate", ("spec", "dnsNames")), ("Issuer", ("spec", "selfSigned"))])
+def test_a_typo_in_a_certificate_is_refused(kind: str, path: tuple[str, ...]) -> None:
+    document = next(each for each in of_kind(render(CERT_MANAGER), kind) if path[1] in each["spec"])
+    rename(*path)(document)
+    with pytest.raises(REFUSALS):
+        schemas.check(document)
 
 
 SERVICE, JOB = ("kuberay", "RayService"), ("rayjob", "RayJob")

@@ -24,6 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.registry.open import open_registry
+from pdserve.registry.redis import RedisRegistry
 from pdserve.registry.settings import RegistrySettings
 from tests.redis_server import RedisServer
 from tests.registry.records import record
@@ -135,6 +136,9 @@ async def test_user_password_database_prefix_and_tls_are_used(
     try:
         await registry.register(record())
         assert [live.record.worker_id for live in await registry.snapshot()] == [record().worker_id]
+        assert isinstance(registry, RedisRegistry)  # with the rights that deploy.md asks for
+        assert await registry.board().exchange(b"note") == ()
+        assert await registry.latest().exchange(b"note") == ()
     finally:
         await registry.close()
     tls: dict[str, Any] = {"ssl_ca_certs": settings.ca_file, "ssl_certfile": settings.cert_file}

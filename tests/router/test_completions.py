@@ -42,19 +42,6 @@ async def made() -> AsyncIterator[House]:
         yield it
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(made: House) -> AsyncIterator[AsyncOpenAI]:
-    url = f"http://{made.router.http_address}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as it:
-        yield it
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(made: House) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{made.router.http_address}", timeout=20) as it:
-        yield it
-
-
 async def expected(made: House, text: str) -> tuple[tuple[int, ...], str]:
     """Output ids and their text, through the router's own parts."""
     tokenizer = Tokenizer(bundle())

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
 from pdserve.client import AsyncClient
@@ -18,7 +16,7 @@ from pdserve.local import LocalRunner
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.tokenizer import Tokenizer
-from tests.router.support import ENGINE, MODEL, House, bundle, house, model
+from tests.router.support import ENGINE, MODEL, House, bundle, model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -27,19 +25,6 @@ MESSAGES: Any = [{"role": "user", "content": "the cat"}]
 DRAWN: dict[str, Any] = {"model": MODEL, "temperature": 0.9, "seed": 4, "max_tokens": 10}
 IGNORE: dict[str, Any] = {"ignore_eos": True}
 PARAMS = SamplingParams(temperature=0.9, seed=4, max_tokens=10, ignore_eos=True)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def made() -> AsyncIterator[House]:
-    async with house() as it:
-        yield it
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(made: House) -> AsyncIterator[AsyncOpenAI]:
-    url = f"http://{made.router.http_address}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as it:
-        yield it
 
 
 @pytest.fixture(scope="module")

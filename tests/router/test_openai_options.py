@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from dataclasses import fields
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI
 
 from pdserve.errors import Internal
@@ -18,7 +16,7 @@ from pdserve.request import REGEX, Grammar, SamplingParams
 from pdserve.tokenizer import Tokenizer
 from router.openai_schema import parse_chat, parse_completion
 from tests.router.peers import BadDecode, serving
-from tests.router.support import MODEL, House, bundle, house
+from tests.router.support import MODEL, House, bundle
 
 module_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -94,19 +92,6 @@ def test_other_ways_to_write_an_option_mean_the_same() -> None:
     ):
         data = json.dumps({"model": MODEL, "messages": MESSAGES} | written).encode()
         assert parse_chat(data).ask().sampling == meant
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def made() -> AsyncIterator[House]:
-    async with house() as it:
-        yield it
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(made: House) -> AsyncIterator[AsyncOpenAI]:
-    url = f"http://{made.router.http_address}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as it:
-        yield it
 
 
 @module_loop

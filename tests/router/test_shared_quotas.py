@@ -178,36 +178,36 @@ async def test_what_no_router_wrote_is_left_out_and_counted(
     share = share_of(router)
     try:
         with redis.Redis(port=redis_server.port) as client, caplog.at_level(logging.WARNING, "router.shared_quotas"):
-            now = b"%d " % (time.time() * 1000)
-            odd: dict[bytes, bytes] = {
-                b"no time": b"x",
-                b"": b"",
-                b"negative": b"-1 x",
-                b"not a number": b"nan x",
-                b"not yet": b"99999999999999 x",
-                b"large": now + b"x" * (MAX_NOTE_BYTES + 100),
-                b"no message": now + b"\xff\xff",
-                b"owes for ever": now + note_of({"acme": Usage(1, 1, 1, float("inf"), 0.0)}),
-                b"owes less": now + note_of({"acme": Usage(1, 1, 1, 0.0, -1.0)}),
-                b"nobody": now + note_of({"": Usage(1)}),
-                b"twice": now + note_of({"acme": Usage(1)}) * 2,
+            odd: dict[str, bytes] = {
+                "no message": b"\xff\xff",
+                "owes for ever": note_of({"acme": Usage(1, 1, 1, float("inf"), 0.0)}),
+                "owes less": note_of({"acme": Usage(1, 1, 1, 0.0, -1.0)}),
+                "nobody": note_of({"": Usage(1)}),
+                "twice": note_of({"acme": Usage(1)}) * 2,
             }
-            client.hset("pdserve:quotas", mapping=odd)
-            client.hset("pdserve:quotas", "old", b"%d x" % ((time.time() - KEEP_S - 60) * 1000))
+            for name, note in odd.items():
+                client.set(f"pdserve:quota:{name}", note, ex=KEEP_S)
+            client.set("pdserve:quota:large", b"x" * (MAX_NOTE_BYTES + 1), ex=KEEP_S)
+            client.set("pdserve:quota:for ever", b"")
+            client.set("pdserve:quota:for long", b"", ex=KEEP_S + 10)
+            client.hset("pdserve:quota:a hash", "a", "b")
+            client.sadd("pdserve:quotas", *odd, "large", "for ever", "for long", "a hash", "gone", b"\xff")
             await share.exchange()
-            assert share.ignored == len(odd) and share.warning == ""
+            assert share.ignored == len(odd) + 4 and share.warning == ""
             assert router.quotas.told() == {}
-            await share.exchange()  # what nobody can read as a note is gone; what looks like one stays for KEEP_S
-            assert share.ignored == len(odd) + 5
+            assert client.scard("pdserve:quotas") == len(odd) + 1, "what can be no note is removed"
+            await share.exchange()  # what looks like one stays until it expires
+            assert share.ignored == 2 * len(odd) + 4
             assert len([r for r in caplog.records if "somebody else writes" in r.getMessage()]) == 1, "said once"
             # Another kind of key, and one that was filled up: begun anew.
-            client.set("pdserve:quotas", "a text")
-            await share.exchange()
-            assert client.hlen("pdserve:quotas") == 1
-            client.hset("pdserve:quotas", mapping={b"%d" % n: now for n in range(MAX_ROUTERS)})
-            await share.exchange()
-            assert client.hlen("pdserve:quotas") == 1 and 0 < client.ttl("pdserve:quotas") <= 3600
-            assert share.ignored == len(odd) + 7 and share.warning == ""
+            for fill in ("a text", [b"%d" % n for n in range(MAX_ROUTERS)]):
+                if isinstance(fill, str):
+                    client.set("pdserve:quotas", fill)
+                else:
+                    client.sadd("pdserve:quotas", *fill)
+                await share.exchange()
+                assert client.scard("pdserve:quotas") == 1
+            assert share.ignored == 2 * len(odd) + 6 and share.warning == ""
     finally:
         await router.stop()
 

@@ -21,9 +21,17 @@ from router.openai_messages import NamedTool, tool_use
 from router.tool_formats import FORMATS, ToolFormat, format_of
 from router.tool_readers import Call, Reader
 from tests.router.support import VOCAB
-from tests.router.tools import ARGS_TEMPLATE, HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE, TOOLS, with_template
+from tests.router.tools import (
+    ARGS_TEMPLATE,
+    GRANITE_TEMPLATE,
+    HERMES_TEMPLATE,
+    LLAMA3_TEMPLATE,
+    MISTRAL_TEMPLATE,
+    TOOLS,
+    with_template,
+)
 
-HERMES, ARGS, MISTRAL, LLAMA3 = FORMATS
+HERMES, ARGS, MISTRAL, GRANITE, LLAMA3 = FORMATS
 NAMES = frozenset({"weather", "add"})
 WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 ADD = {"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}</tool"}]}}
@@ -67,12 +75,19 @@ OUTPUTS: list[tuple[ToolFormat, str, str, list[Call]]] = [
     (HERMES, '<tool_call>\n{"name": "weather", "argu', '<tool_call>\n{"name": "weather", "argu', []),
     (HERMES, f"{tagged(UNKNOWN)} x", f"{tagged(UNKNOWN)} x", []),
     (HERMES, "<tool_call>nonsense</tool_call>!", "<tool_call>nonsense</tool_call>!", []),
+    (HERMES, "so \n<tool_call>nonsense</tool_call> !", "so \n<tool_call>nonsense</tool_call> !", []),
+    (HERMES, "so  <tool_call>{", "so  <tool_call>{", []),
     (HERMES, "text <tool_ca", "text <tool_ca", []),
     (MISTRAL, "plain [TOOL", "plain [TOOL", []),
     (MISTRAL, f"[TOOL_CALLS]{json.dumps([WEATHER, ADD])}", "", calls_of(WEATHER, ADD)),
     (MISTRAL, f"Yes. [TOOL_CALLS] {json.dumps([ADD])}", "Yes.", calls_of(ADD)),
+    (HERMES, tagged({**WEATHER, "id": "a1"}), "", calls_of(WEATHER)),
+    (HERMES, tagged(WEATHER).replace("}}", "}} and"), "} and\n", calls_of(WEATHER)),
+    (MISTRAL, f"[TOOL_CALLS]{json.dumps([{**WEATHER, 'id': 'aB3'}, {**ADD, 'id': 'x'}])}", "", calls_of(WEATHER, ADD)),
     (MISTRAL, "[TOOL_CALLS][{]", "[TOOL_CALLS][{]", []),
     (MISTRAL, f"[TOOL_CALLS]{json.dumps([UNKNOWN])}", f"[TOOL_CALLS]{json.dumps([UNKNOWN])}", []),
+    (GRANITE, f"I look. <|tool_call|>{json.dumps([WEATHER, ADD])}", "I look.", calls_of(WEATHER, ADD)),
+    (GRANITE, "<|tool_call|>[weather]", "<|tool_call|>[weather]", []),
     (LLAMA3, "Hello {world}", "Hello {world}", []),
     (LLAMA3, llama(WEATHER), "", calls_of(WEATHER)),
     (LLAMA3, f"<|python_tag|>{llama(WEATHER)}; {llama(ADD)}", "", calls_of(WEATHER, ADD)),
@@ -116,6 +131,7 @@ def test_the_form_is_told_by_the_template() -> None:
     assert format_of(HERMES_TEMPLATE) is HERMES
     assert format_of(MISTRAL_TEMPLATE) is MISTRAL
     assert format_of(ARGS_TEMPLATE) is ARGS
+    assert format_of(GRANITE_TEMPLATE) is GRANITE
     assert format_of(LLAMA3_TEMPLATE) is LLAMA3
     assert format_of("{{ messages }}") is None
 
@@ -126,6 +142,7 @@ CASES = [
     (MISTRAL, MISTRAL_TEMPLATE, "[TOOL_CALLS]"),
     (ARGS, ARGS_TEMPLATE, "[TOOL_CALLS]"),
     (ARGS, ARGS_TEMPLATE, "[TOOL_CALLS] [ARGS]"),
+    (GRANITE, GRANITE_TEMPLATE, "<|tool_call|>"),
     (LLAMA3, LLAMA3_TEMPLATE, "<|python_tag|>"),
 ]
 

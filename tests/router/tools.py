@@ -37,6 +37,7 @@ MISTRAL_TEMPLATE = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif 
 ARGS_TEMPLATE = (
     "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ messages }}[TOOL_CALLS]name[ARGS]{...}"
 )
+GRANITE_TEMPLATE = "{% if tools %}Answer with <|tool_call|> and a list. {{ tools | tojson }}{% endif %}{{ messages }}"
 LLAMA3_TEMPLATE = (
     '{% if tools %}Answer as {"name": function name, "parameters": dictionary of argument name and its value}.'
     "{{ tools | tojson }}{% endif %}{{ messages }}"

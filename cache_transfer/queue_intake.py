@@ -1,0 +1,69 @@
+"""The frames of one attempt that come through the queue in shared memory, and in no other way.
+
+A thread takes, checks, verifies and writes them, one after the other, for as long as there are some; the event loop
+hears of nothing. `Queued` only starts it again once it has found the queue empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+from cache_transfer.intake import AnyIntake, FrameMessage, Incoming
+from cache_transfer.jobs import Job, Jobs
+from cache_transfer.messages import Queued
+from cache_transfer.refusals import out_of_order
+from cache_transfer.shared_queue import Queue
+
+_JOB_BYTES = 8 << 20  # then the thread gives way to other handoffs, and the event loop has a say
+
+
+class QueueIntake(AnyIntake):
+    def __init__(self, incoming: Incoming, queue: Queue) -> None:
+        super().__init__(incoming)
+        self.grant = replace(self.grant, queue=True)
+        self._queue = queue
+        self._loop = asyncio.get_running_loop()
+        self._jobs = Jobs(incoming.executor, incoming.rights, self._find, lambda _: None)
+        self._answered = 0  # the last `wanted` that the sender was woken for
+
+    async def take(self, message: FrameMessage) -> None:
+        if not isinstance(message, Queued):
+            raise out_of_order(message, "a queued frame or logits")
+        self._jobs.check()
+        self._jobs.start()
+
+    async def _all_written(self) -> None:
+        await self._jobs.finish()
+
+    async def _still(self) -> None:
+        await self._jobs.drain()
+
+    def _find(self) -> Job | None:
+        return self._run if self._more() else None
+
+    def _more(self) -> bool:
+        """Whether a frame is there; if not, the sender knows that it must wake this side. No job runs meanwhile."""
+        if self._queue.announced(self._written) > self._written:
+            return True
+        self._queue.idle(True)
+        if self._queue.announced(self._written) == self._written:
+            return False
+        self._queue.idle(False)
+        return True
+
+    def _run(self) -> int:
+        """Runs in a worker thread, which alone counts `_written` meanwhile. A frame is written only once verified."""
+        taken = before = self.manifest.payload_bytes
+        self._queue.idle(False)
+        while not self._jobs.stopped and taken - before < _JOB_BYTES and self._more():
+            frame = self._queue.get(self._written)
+            self._writer.write(self._accept(frame), frame)
+            self._written += 1
+            if (wanted := self._queue.finish(self._written)) and wanted != self._answered:
+                self._answered = wanted
+                with contextlib.suppress(RuntimeError):  # the loop is closed, and the attempt over with it
+                    self._loop.call_soon_threadsafe(self._tell)
+            taken = self.manifest.payload_bytes
+        return self._written

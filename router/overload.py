@@ -1,0 +1,83 @@
+"""Refuses at once what would wait too long, instead of letting queues grow until requests run out of time.
+
+A request waits for the prompts before its own, and for a place in the steps of its decode worker. Both go on at once,
+and both are foreseen in seconds: the first from the rates that workers publish (prediction.py), the second from
+how long streams lasted lately. If either is above `max_wait_s`, the request is refused, and told when what waits now
+will be done.
+
+Where there are several tenants, of those who wait at a worker one tenant's part may last as long as is left to
+`max_wait_s`, and no longer: the dynamic threshold that quotas.py has for places. Whoever floods the router alone gets
+half of the time, and others find the other half; who has nothing there is refused last.
+
+Nothing is refused while it is not measured how long it would wait. A request that was taken is never refused here when
+it has to move to another pair.
+"""
+
+from __future__ import annotations
+
+from pdserve.errors import Exhausted
+from pdserve.registry.records import Load
+from router.gate import Pair
+from router.pool import Job, Pool
+from router.request import Request
+
+OVERLOADED = "OVERLOADED"
+_WEIGHT = 1 / 16  # of the last stream, in how long they last
+
+
+class Overload:
+    """Belongs to one event loop.
+
+    Args:
+        max_wait_s: 0: nothing is refused.
+        tenants: how many there are.
+    """
+
+    def __init__(self, pool: Pool, max_wait_s: float, tenants: int) -> None:
+        self._pool = pool
+        self._max_wait_s = max_wait_s
+        self._several = tenants > 1
+        self._stream_s = 0.0  # from a first token to the end
+
+    def streamed(self, seconds: float) -> None:
+        """An answer has ended so long after its first token."""
+        self._stream_s += _WEIGHT * (seconds - self._stream_s) if self._stream_s else seconds
+
+    def check(self, request: Request, pair: Pair) -> None:
+        """Raises Exhausted (OVERLOADED) with the time to wait, for a request that has not been begun."""
+        if not self._max_wait_s:
+            return
+        if pair.choice.measured:
+            prompts = self._pool.part(pair.prefill, request.tenant, lambda job: job.prompt_tokens)
+            self._check(pair.choice.wait_s, prompts)
+        wait_s = place_wait_s(self._pool.load(pair.decode), self._stream_s)
+        self._check(wait_s, self._pool.part(pair.decode, request.tenant, stream_count))
+
+    def _check(self, wait_s: float, part: float) -> None:
+        left_s = self._max_wait_s - wait_s
+        if left_s < 0:
+            raise overloaded(f"it would wait {wait_s:.1f} s for others", wait_s)
+        if self._several and wait_s * part > left_s:
+            raise overloaded(f"it would wait {wait_s:.1f} s, most of it for others with the same key", wait_s)
+
+
+def stream_count(job: Job) -> int:
+    """That a job has at a decode worker, besides its prompt."""
+    return 0 if job.prompt_tokens else job.streams
+
+
+def place_wait_s(load: Load, stream_s: float) -> float:
+    """Until a decode worker's step has a place for one more stream, those counted that wait for their cache."""
+    if not load.batch_limit:
+        return 0.0
+    return max(0, load.running + load.waiting + 1 - load.batch_limit) * stream_s / load.batch_limit
+
+
+def overloaded(problem: str, wait_s: float) -> Exhausted:
+    return Exhausted(
+        problem,
+        reason=OVERLOADED,
+        field="router.max_wait_s",
+        remedy="send the request again later",
+        retry_after_ms=max(1, round(1000 * wait_s)),
+    )

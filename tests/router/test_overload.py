@@ -1,0 +1,199 @@
+"""Who is refused when more comes than can be served: by what waits, on a pool whose rates the test writes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import AsyncOpenAI
+
+from pdserve.client import AsyncClient
+from pdserve.errors import Exhausted
+from pdserve.registry.records import PREFILL, Load
+from pdserve.request import SamplingParams
+from router.gate import Pair
+from router.overload import OVERLOADED, Overload, place_wait_s
+from router.pool import Job, Pool
+from router.record import Account
+from router.request import Request
+from router.settings import RouterSettings
+from tests.router.support import MODEL, House, house
+from tests.router.test_planner import planner, pool_of, request_for
+
+RATE = 1000.0  # tokens per second
+PREFILLS = Load(pages_total=4096, waiting_limit=64, prefill_tokens_per_s=RATE)
+DECODES = Load(pages_total=4096, waiting_limit=64, batch_limit=4)
+MAX_S = 4.0
+
+
+def asked(tenant: str, tokens: int = 200) -> Request:
+    ids = tuple(range(tokens))
+    return replace(request_for(8), tenant=tenant, prompt_ids=ids, sampling=SamplingParams(max_tokens=8, seed=0))
+
+
+class Desk:
+    """A pool of one pair, and what it has been given; nothing of it is ever computed unless `finish` says so."""
+
+    def __init__(self, pool: Pool, max_wait_s: float = MAX_S, tenants: int = 3) -> None:
+        self.pool = pool
+        self.overload = Overload(pool, max_wait_s, tenants)
+        self.jobs: list[Job] = []
+        self._planner = planner(pool)
+
+    def pair(self, request: Request) -> Pair:
+        return self._planner.choose(Account(request))
+
+    def take(self, tenant: str, tokens: int = 200) -> str:
+        """The reason of a refusal; empty: it waits from now on."""
+        request = asked(tenant, tokens)
+        pair = self.pair(request)
+        try:
+            self.overload.check(request, pair)
+        except Exhausted as error:
+            assert error.retryable and error.retry_after_ms > 0
+            return error.reason
+        self.jobs.append(self.pool.begin(pair.prefill, tokens, 0, tenant=tenant))
+        return ""
+
+    def wait_s(self) -> float:
+        """Of a prompt that nobody goes before."""
+        return sum(job.prompt_tokens for job in self.jobs) / RATE
+
+    def finish(self, count: int) -> None:
+        for job in self.jobs[:count]:
+            self.pool.end(job)
+        del self.jobs[:count]
+
+
+@pytest.fixture
+async def desk() -> Desk:
+    return Desk(await pool_of(p=PREFILLS, d=DECODES))
+
+
+def fill(desk: Desk, tenant: str, tokens: int = 200) -> int:
+    """How many of a tenant's requests are taken until one is refused."""
+    count = 0
+    while not (reason := desk.take(tenant, tokens)):
+        count += 1
+    assert reason == OVERLOADED
+    return count
+
+
+async def test_one_tenant_alone_may_fill_the_whole_time() -> None:
+    desk = Desk(await pool_of(p=PREFILLS, d=DECODES), tenants=0)
+    assert fill(desk, "") == 21  # twenty wait four seconds for the last one
+    desk.finish(1)
+    assert fill(desk, "") == 1
+
+
+async def test_of_several_tenants_who_floods_gets_half_and_others_find_the_rest(desk: Desk) -> None:
+    assert fill(desk, "flood") == 11
+    assert not desk.take("other")
+    assert desk.take("flood")
+    assert fill(desk, "other") >= 4
+    assert not desk.take("third")
+
+
+async def test_a_refusal_says_how_long_what_waits_will_take(desk: Desk) -> None:
+    fill(desk, "flood")
+    request = asked("flood")
+    with pytest.raises(Exhausted) as caught:
+        desk.overload.check(request, desk.pair(request))
+    assert caught.value.retry_after_ms == pytest.approx(1000 * desk.wait_s())
+    assert caught.value.field == "router.max_wait_s"
+
+
+async def test_nothing_is_refused_that_is_not_measured_or_not_wished() -> None:
+    cold = Desk(await pool_of(p=replace(PREFILLS, prefill_tokens_per_s=0.0), d=DECODES))
+    never = Desk(await pool_of(p=PREFILLS, d=DECODES), max_wait_s=0.0)
+    for desk in (cold, never):
+        assert [desk.take("flood") for _ in range(60)] == [""] * 60
+
+
+async def test_a_long_prompt_is_not_refused_for_its_own_length() -> None:
+    slow = Desk(await pool_of(p=replace(PREFILLS, prefill_tokens_per_s=10.0), d=DECODES))
+    assert not slow.take("one")  # twenty seconds
+    assert RouterSettings().max_wait_s < RouterSettings().first_token_timeout_s
+
+
+def test_a_place_in_the_steps_is_waited_for_as_long_as_streams_last() -> None:
+    assert place_wait_s(replace(DECODES, running=3), 8.0) == 0.0
+    assert place_wait_s(replace(DECODES, running=3, waiting=2), 8.0) == 4.0  # two of four must end
+    assert place_wait_s(Load(running=500), 8.0) == 0.0  # an older worker tells no limit
+
+
+async def test_streams_beyond_the_steps_of_decode_are_refused_like_prompts(desk: Desk) -> None:
+    request = asked("flood")
+    pair = desk.pair(request)
+    desk.overload.streamed(2.0)
+    taken = 0
+    while taken < 50:
+        try:
+            desk.overload.check(request, pair)
+        except Exhausted:
+            break
+        desk.pool.begin(pair.decode, 0, 0, tenant="flood")
+        taken += 1
+    assert taken == 4 + 4  # half of four seconds is the time in which four of two seconds end
+    desk.overload.check(asked("other"), pair)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(20, 240), st.integers(0, 2)), max_size=60))
+async def test_whoever_comes_to_a_crowd_is_let_in_and_the_crowd_has_a_limit(moves: list[tuple[str, int, int]]) -> None:
+    """Tenants a to c ask at random, some prompts are done in between: d, who has nothing there, always finds a place,
+    unless three others together have left none.
+    """
+    desk = Desk(await pool_of(p=PREFILLS, d=DECODES), tenants=4)
+    longest = 240
+    for tenant, tokens, done in moves:
+        waited = {name: sum(j.prompt_tokens for j in desk.jobs if j.tenant == name) / RATE for name in "abc"}
+        before = desk.wait_s()
+        refused = desk.take(tenant, tokens)
+        if before <= MAX_S and not waited[tenant]:
+            assert not refused, "nothing of its own waits"
+        if not refused:
+            assert desk.wait_s() <= MAX_S + longest / RATE
+        desk.finish(done)
+    alone = {job.tenant for job in desk.jobs}
+    if len(alone) <= 1:
+        assert not desk.take("d", longest), "one tenant alone left no room"
+
+
+KEYS = {name: f"sk-{name}-0123456789abcdef" for name in ("flood", "other")}
+
+
+@pytest.fixture
+async def crowded() -> AsyncIterator[House]:
+    """A router that knows its workers' rates, and has given them more than it lets anybody wait for."""
+    async with house(max_wait_s=0.5) as made:
+        await made.generate(range(20), max_tokens=4)
+        await until_measured(made)
+        for worker in made.prefills:
+            made.make_look_busy(worker.worker_id)
+        yield made
+
+
+async def until_measured(made: House) -> None:
+    while not all(m.record.load.prefill_tokens_per_s for m in made.router.pool.members() if m.record.role == PREFILL):
+        await made.router.pool.refresh()
+
+
+async def test_both_doors_refuse_before_a_worker_is_asked_and_say_when_to_come_again(crowded: House) -> None:
+    begun = crowded.router.orchestrator.outcomes.handed_over
+    async with AsyncClient(crowded.router.address) as client:
+        with pytest.raises(Exhausted) as caught:
+            await client.complete("the cat", max_tokens=4)
+    assert caught.value.reason == OVERLOADED and caught.value.retry_after_ms > 500
+    url = f"http://{crowded.router.http_address}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError) as answer:
+                await client.completions.create(model=MODEL, prompt="the cat", max_tokens=4, stream=stream)
+            assert answer.value.code == "overloaded"
+            assert int(answer.value.response.headers["retry-after"]) >= 1
+    assert crowded.router.orchestrator.outcomes.handed_over == begun
+    await crowded.assert_nothing_held()
