@@ -242,6 +242,8 @@ async def measure(options: argparse.Namespace, questions: Sequence[Question]) ->
     async with open_house(config(options.model, options.adapters, options.sizes), options.logs) as house:
         seen, watch, changes = await soak(options, house, questions)
         summary(seen, house, changes)
+        if options.logs:
+            watch.write(options.logs / "samples.json", seen.began)
         return figures_of(seen, watch, house, changes)
 
 

@@ -7,6 +7,7 @@ touched by and by, and a heap grows to the largest batch it has seen, hence the 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import statistics
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-WARM_UP_S = 60.0  # of a process's life
+WARM_UP_S, WARM_UP_SHARE = 60.0, 0.4  # of a process's life, whichever is longer
 SPAN_S = 60.0  # of samples after it, at least, to speak of growth
 BLOCKS = 8
 
@@ -58,10 +59,19 @@ class Watch:
                     self.samples.setdefault(life, []).append(found)
             await asyncio.sleep(self.every_s)
 
+    def write(self, file: Path, began: float) -> None:
+        """[seconds since `began`, memory, descriptors, threads] of each sample, by life."""
+        shown = {
+            life: [[round(each.at - began, 1), each.memory, each.descriptors, each.threads] for each in mine]
+            for life, mine in self.samples.items()
+        }
+        file.write_text(json.dumps(shown) + "\n")
+
     def grown(self, life: str) -> Growth | None:
         """Of its memory, once it was warm; None for one that did not live long enough to tell."""
         mine = self.samples.get(life, [])
-        warm = [each for each in mine if each.at - mine[0].at >= WARM_UP_S]
+        warm_up_s = max(WARM_UP_S, WARM_UP_SHARE * (mine[-1].at - mine[0].at)) if mine else 0.0
+        warm = [each for each in mine if each.at - mine[0].at >= warm_up_s]
         if len(warm) < 2 * BLOCKS or warm[-1].at - warm[0].at < SPAN_S:
             return None
         return growth([(each.at, each.memory) for each in warm])

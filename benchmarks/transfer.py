@@ -36,6 +36,7 @@ from benchmarks.verification import OFF, ON, Meter, Sample
 from cache_transfer.messages import MAX_PAYLOAD_BYTES
 from cache_transfer.pages import KVSource, PageSink
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport
+from cache_transfer.rings import Rings
 from cache_transfer.sender import HandoffSender, SendReport
 from cache_transfer.service import TransferService, register
 from cache_transfer.shared import endpoints_of
@@ -140,14 +141,16 @@ async def measure(case: Case, address: str, bare: BareStream, repeats: int, veri
     costs = costs_of(case)
     link = channel(address)
     ours, shared, peer, tuned = Runs(), Runs(), Runs(), Runs()
+    rings = Rings()  # as a worker keeps them
     for _ in range(repeats):
         seconds, sent = await push(case, link, address, source)
         ours.append(sent.payload_bytes / seconds)
-        seconds, sent = await push(case, link, address, source, shares_memory=True)
-        shared.append(sent.payload_bytes / seconds)
         frame_bytes = sent.payload_bytes // sent.frames
+        seconds, sent = await push(case, link, address, source, rings)
+        shared.append(sent.payload_bytes / seconds)
         peer.append(await asyncio.to_thread(bare.measure, frame_bytes, sent.frames))
         tuned.append(await bare_stream.stream(link, frame_bytes, sent.frames))
+    rings.close()
     received = await _ask(link, "Digest")
     cost = await cost_of_verification(case, link, address, source, repeats) if verification else []
     await link.close()
@@ -188,12 +191,16 @@ def costs_of(case: Case) -> Costs:
 
 
 async def push(
-    case: Case, link: grpc.aio.Channel, address: str, source: KVSource, *, shares_memory: bool = False
+    case: Case, link: grpc.aio.Channel, address: str, source: KVSource, rings: Rings | None = None
 ) -> tuple[float, SendReport]:
-    """One handoff of everything: its seconds, from the first announcement to the acknowledgement."""
+    """One handoff of everything: its seconds, from the first announcement to the acknowledgement.
+
+    Args:
+        rings: through shared memory; None: over gRPC.
+    """
     ticket = ticket_from_proto(common_pb2.Ticket.FromString(await _ask(link, "Issue")))
     contract = case.contract(case.send_order, 16)
-    transport = GrpcTransport(link, address, shares_memory=shares_memory)
+    transport = GrpcTransport(link, address, rings)
     sender = HandoffSender(transport, ticket, case.identity(), contract, source, logits_only=False)
     started = time.perf_counter()
     for layer in range(case.layers):

@@ -15,7 +15,7 @@ Everything is checked against the contract and the grant before a byte is stored
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgpack
 
@@ -49,22 +49,13 @@ def decode_header(data: bytes | memoryview) -> FrameHeader:
     if len(data) > MAX_HEADER_BYTES:
         _bad_header(f"has {len(data)} bytes, more than {MAX_HEADER_BYTES}")
     try:
-        pairs = msgpack.unpackb(
-            data,
-            object_pairs_hook=_Pairs,
-            max_map_len=len(_KEYS),
-            max_array_len=2,
-            max_bin_len=0,
-            max_ext_len=0,
-        )
-    except (ValueError, msgpack.UnpackException) as error:
+        fields = msgpack.unpackb(data, max_map_len=len(_KEYS), max_array_len=2, max_bin_len=0, max_ext_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         _bad_header(f"is not msgpack: {error}")
-    if not isinstance(pairs, _Pairs):
+    if not isinstance(fields, dict):
         _bad_header("is not a map")
-    names = [name for name, _ in pairs]
-    if len(names) != len(_KEYS) or set(names) != _KEYS:
-        _bad_header(f"has the keys {names}, not {sorted(_KEYS)}")
-    fields = dict(pairs)
+    if fields.keys() != _KEYS or _pairs(data) != len(_KEYS):  # a key that came twice is once in `fields`
+        _bad_header(f"has the keys {list(fields)} in {_pairs(data)} pairs, not {sorted(_KEYS)}")
     return FrameHeader(
         plane=_text("plane", fields["plane"]),
         layer=_count("layer", fields["layer"]),
@@ -161,8 +152,15 @@ class Coverage:
             raise data_loss(f"{where}: token {low} is due, not {t0}", "FRAME_GAP", "frame")
 
 
-class _Pairs(list[tuple[Any, Any]]):
-    """A decoded map with its keys as they came, repeated ones included."""
+def _pairs(data: bytes | memoryview) -> int:
+    """How many pairs a msgpack map has, in any of its three forms."""
+    match data[0]:
+        case 0xDE:
+            return int.from_bytes(data[1:3], "big")
+        case 0xDF:
+            return int.from_bytes(data[1:5], "big")
+        case first:
+            return first & 0x0F
 
 
 def _text(name: str, value: object) -> str:
@@ -178,7 +176,7 @@ def _count(name: str, value: object) -> int:
 
 
 def _range(name: str, value: object) -> Range:
-    if not isinstance(value, list) or isinstance(value, _Pairs) or len(value) != 2:
+    if not isinstance(value, list) or len(value) != 2:
         _bad_header(f"has a {name} that is not [first, end]")
     first, end = (_count(name, item) for item in value)
     if first >= end:

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Sequence
 
 from cache_transfer.digests import frame_digest
-from cache_transfer.messages import Frame, Frames, Outgoing, PackedFrames, Request, Response, SharedFrames
+from cache_transfer.messages import Frame, Frames, Outgoing, PackedFrames, Request, Response, SharedFrames, Unpacked
 from cache_transfer.receiver import Receiver
+from cache_transfer.shared import Ring
 from cache_transfer.transport import PushStream
 from cache_transfer.waiting import settle
 from pdserve.errors import DataLoss, DeadlineExceeded, Internal, PdserveError
@@ -22,9 +23,8 @@ _BOUND = 8
 class MemoryTransport:
     """Hands every stream to one receiver on the same event loop."""
 
-    def __init__(self, receiver: Receiver, *, shares_memory: bool = False) -> None:
+    def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self.shares_memory = shares_memory
 
     def pack(self, frames: Sequence[Unpacked], secret: bytes) -> PackedFrames:
         made: list[Frame] = []
@@ -38,6 +38,12 @@ class MemoryTransport:
 
     def open(self, deadline_s: float) -> PushStream:
         return _MemoryStream(self._receiver, deadline_s)
+
+    def take_ring(self, secret: bytes, largest_payload: int, whole: int) -> Ring | None:
+        return None
+
+    def give_ring_back(self, ring: Ring, *, unused: bool) -> None:
+        raise Internal("no ring was taken")
 
 
 class _ReceiverEnd:

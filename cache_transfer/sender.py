@@ -38,7 +38,7 @@ from cache_transfer.packing import Cargo
 from cache_transfer.pages import KVSource, Range
 from cache_transfer.refusals import honest, unexpected
 from cache_transfer.ring_frames import RingFrames
-from cache_transfer.shared import Ring, make_ring, on_this_machine
+from cache_transfer.shared import Ring, on_this_machine
 from cache_transfer.transport import PushStream, Transport
 from cache_transfer.waiting import Deadline, settle
 from pdserve.errors import DataLoss, Internal, PdserveError
@@ -99,7 +99,7 @@ class HandoffSender:
         self._grant: asyncio.Future[Grant] = self._loop.create_future()
         self._logits: Logits | None = None
         self._granted_at = 0.0
-        self._started = self._committed = False
+        self._started = self._committed = self._acknowledged = False
 
     def computed(self, layer: int, tokens: Range) -> None:
         """Thread-safe. Every plane of `layer` is final in the source for `tokens`."""
@@ -131,6 +131,7 @@ class HandoffSender:
             reader.add_done_callback(self._on_reader_done)
             try:
                 ack = await self._push(stream, reader)
+                self._acknowledged = True
             except PdserveError as error:
                 if (meant := honest(error)) is error:
                     raise
@@ -169,9 +170,9 @@ class HandoffSender:
         return await reader
 
     def _offer_memory(self) -> SharedMemory | None:
-        if self._logits_only or not self._transport.shares_memory or not on_this_machine(self._ticket.endpoints):
+        if self._logits_only or not on_this_machine(self._ticket.endpoints):
             return None
-        self._ring = make_ring(self._ticket.secret, *self._outbox.sizes(self._cargo.max_payload_bytes))
+        self._ring = self._transport.take_ring(self._ticket.secret, *self._outbox.sizes(self._cargo.max_payload_bytes))
         return None if self._ring is None else self._ring.offer
 
     async def _wait_for_logits(self) -> Logits:
@@ -213,7 +214,7 @@ class HandoffSender:
 
     def _drop_ring(self) -> None:
         if self._ring is not None:
-            self._ring.close()
+            self._transport.give_ring_back(self._ring, unused=self._acknowledged)
             self._ring = None
 
     def _on_reader_done(self, reader: asyncio.Task[Ack]) -> None:

@@ -63,7 +63,7 @@ def on_this_machine(endpoints: Iterable[Endpoint]) -> bool:
 
 
 class Ring:
-    """The sender's memory for one handoff. `close` it when nothing fills it any more.
+    """The sender's memory, for one handoff at a time. `close` it when nothing fills it any more.
 
     Frame n of its stream has slot n modulo `slots`, so it is packed when frame n - `slots` is done. Used by one
     thread at a time.
@@ -90,17 +90,19 @@ class Ring:
             raise
         self.queue = Queue(self._memory, _MAX_SLOTS)
         self.slots = self.packed = 0
+        self._room = memoryview(bytearray())
+        self.offer = SharedMemory(os.getpid(), self._fd, self._size, _MAX_SLOTS)
 
-    def begin(self, secret: bytes, largest_payload: int, whole: int) -> SharedMemory | None:
-        """Makes it ready for a handoff with a ticket of `secret`; what to offer. None: it is too small for that."""
+    def begin(self, secret: bytes, largest_payload: int, whole: int) -> bool:
+        """Makes it ready for a handoff with a ticket of `secret`, if it is large enough for that."""
         self._slot_bytes = -(-largest_payload // _PAGE) * _PAGE
         self.slots = min(_MAX_SLOTS, (self._size - _PAYLOADS) // self._slot_bytes)
-        if self._memory is None or self.slots * self._slot_bytes < min(whole, _RING_BYTES // 2):
-            return None
+        if self._memory is None or self.slots < 2 or self.slots * self._slot_bytes < min(whole, _RING_BYTES // 2):
+            return False
         self.packed = 0
         self.queue.begin()
         self._memory[:DIGEST_BYTES] = memory_proof(secret, self._size)
-        return SharedMemory(os.getpid(), self._fd, self._size, _MAX_SLOTS)
+        return True
 
     def has_room(self) -> bool:
         """Whether the next frame may be packed. Raises what `Queue.done` raises."""
@@ -112,8 +114,12 @@ class Ring:
         if self._memory is None or size > self._slot_bytes:
             raise Internal(f"no slot for a frame of {size} bytes")
         offset = _PAYLOADS + self.packed % self.slots * self._slot_bytes
-        payload = self._memory[offset : offset + size]
+        if len(self._room) < size:
+            self._room = memoryview(bytearray(size))
+        # Rows are gathered in private memory and go over as a block: one by one, each waited for the receiver's core.
+        payload = self._room[:size]
         frame.fill(payload)
+        self._memory[offset : offset + size] = payload
         placed = SharedFrame(frame.header, offset, size, frame_digest(secret, frame.header, payload))
         wake = self.queue.put(self.packed, placed)
         self.packed += 1
@@ -131,9 +137,10 @@ class Shared:
     """A sender's memory, as its receiver reads it. Threads may read; `close` when none does any more."""
 
     def __init__(self, memory: mmap.mmap, entries: int) -> None:
-        self._memory: mmap.mmap | None = memory
+        self._memory = memory
+        self._view = memoryview(memory)
         self._size = len(memory)
-        self.queue = Queue(memoryview(memory), entries) if entries else None
+        self.queue = Queue(self._view, entries) if entries else None
 
     @classmethod
     def open(cls, offer: SharedMemory, secret: bytes) -> Shared:
@@ -177,20 +184,16 @@ class Shared:
 
     def read(self, frame: SharedFrame, into: memoryview) -> memoryview:
         """Copies a checked payload to the start of `into`, which is as large or larger; the part that it fills."""
-        if self._memory is None:
-            raise Internal("shared memory was read after its end")
         payload = into[: frame.size]
-        with memoryview(self._memory) as memory:
-            payload[:] = memory[frame.offset : frame.offset + frame.size]
+        payload[:] = self._view[frame.offset : frame.offset + frame.size]
         return payload
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._memory is not None:
-            if self.queue is not None:
-                self.queue.close()
-            self._memory.close()
-            self._memory = None
+        """Idempotent. Reading afterwards is a ValueError."""
+        if self.queue is not None:
+            self.queue.close()
+        self._view.release()
+        self._memory.close()
 
 
 def open_offered(offer: SharedMemory | None, secret: bytes) -> Shared | None:

@@ -47,7 +47,7 @@ from pdserve.errors import Internal, PdserveError, Refused, Unavailable
 from pdserve.request import Grammar
 from pdserve.rpc.background import Background
 from pdserve.rpc.events import Prefilled
-from pdserve.telemetry.logs import about
+from pdserve.telemetry.logs import about, quoteless
 from pdserve.telemetry.traces import OFF, Traces
 from pdserve.tokenizer import Tokenizer
 
@@ -276,7 +276,7 @@ class Pipeline:
         if origin is None or all(choice.state in EXITS for choice in origin.choices):
             self.handoffs.forget(origin or sequence)
             self.counted.ended.add(outcome.state)
-        error = f" ({outcome.error})" if outcome.error else ""
+        error = f" ({quoteless(outcome.error)})" if outcome.error else ""
         log.info("%s: %s%s", outcome.key, outcome.state, error, extra=about(sequence.scope))
         if self.scheduler.idle:
             self.quiet.set()

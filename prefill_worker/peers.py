@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 
+from cache_transfer.rings import Rings
 from cache_transfer.transport import GrpcTransport
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.rpc.channel import ChannelPool
@@ -19,7 +20,7 @@ class Peers:
     def __init__(self, settings: RpcSettings, *, shares_memory: bool = False) -> None:
         """`shares_memory`: payloads may be read from this process's memory, by workers on this machine."""
         self._settings = settings
-        self._shares_memory = shares_memory
+        self._rings = Rings() if shares_memory else None
         self._pool: ChannelPool | None = None
         self._busy: Counter[str] = Counter()  # address -> handoffs
         self._idle: OrderedDict[str, None] = OrderedDict()  # longest idle first
@@ -40,7 +41,7 @@ class Peers:
             ) from error
         self._busy[address] += 1
         self._idle.pop(address, None)
-        return GrpcTransport(channel, address, shares_memory=self._shares_memory)
+        return GrpcTransport(channel, address, self._rings)
 
     async def give_back(self, address: str) -> None:
         """The handoff is over. Closes the connection that has been idle longest when there are too many."""
@@ -54,5 +55,7 @@ class Peers:
             await self._pool.drop(oldest)
 
     async def close(self) -> None:
+        if self._rings is not None:
+            self._rings.close()
         if self._pool is not None:
             await self._pool.close()

@@ -35,7 +35,7 @@ from pdserve.engine.prefix import Prefix
 from pdserve.engine.runner import EngineThread
 from pdserve.errors import Internal, PdserveError, Unavailable
 from pdserve.rpc.background import Background
-from pdserve.telemetry.logs import about
+from pdserve.telemetry.logs import about, quoteless
 from pdserve.telemetry.traces import OFF, Traces
 from prefill_worker.admission import PrefillRequest, receiver_address
 from prefill_worker.announce import Announcements
@@ -204,7 +204,7 @@ class Pipeline:
         if error is None:
             log.info("%s: released, %d tokens in %d steps", prompt.owner, len(prompt.ids), prompt.chunks, extra=extra)
         else:
-            log.warning("%s: %s: %s: %s", prompt.owner, prompt.state, error.reason, error, extra=extra)
+            log.warning("%s: %s: %s: %s", prompt.owner, prompt.state, error.reason, quoteless(error), extra=extra)
         job.settle(error, report)
         if not self.jobs:
             self.quiet.set()

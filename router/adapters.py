@@ -51,6 +51,11 @@ def served_names(pool: Pool) -> dict[str, tuple[str, int]]:
     return names
 
 
+def split_name(name: str, base: str) -> tuple[str, str]:
+    """Model and adapter of one of `served_names`; base: what it says of the name."""
+    return (base, name.removeprefix(f"{base}:")) if base else (name, "")
+
+
 def listed_name(pool: Pool, name: str) -> str:
     """The name by which `served_names` has it; as it came for what is not served."""
     found = _parsed(pool, name)

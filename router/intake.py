@@ -14,7 +14,7 @@ from pdserve.request import SamplingParams, check_choices, check_token_ids
 from pdserve.telemetry.context import current
 from pdserve.telemetry.traces import OFF, Traces
 from pdserve.tokenizer import Tokenizer
-from router.adapters import named, only_with, version_of
+from router.adapters import named, only_with, served_names, split_name, version_of
 from router.door import new_id
 from router.gate import Match, Member, Verdict, explain
 from router.placement import check_prompt_length, widest
@@ -170,12 +170,20 @@ class Intake:
             least_tokens=least,
         )
 
-    async def text_of(self, name: str) -> tuple[Tokenizer, Room]:
+    def names(self, tenant: str) -> dict[str, tuple[str, int]]:
+        """`served_names`, those that this tenant may use."""
+        served = served_names(self._pool)
+        return {name: it for name, it in served.items() if self._quotas.may_use(tenant, *split_name(name, it[0]))}
+
+    async def text_of(self, name: str, tenant: str) -> tuple[Tokenizer, Room]:
         """The tokenizer that requests for this model are read with, and the room they have.
 
-        Raises NotFound, Unavailable or Incompatible as `take` does, and InvalidRequest for a model without tokenizer.
+        Raises NotFound, PermissionDenied, Unavailable or Incompatible as `take` does, and InvalidRequest for a model
+        without tokenizer.
         """
-        model = self.model(named(self._pool, name, "").model)
+        asked = named(self._pool, name, "")
+        model = self.model(asked.model)
+        self._quotas.check_model(tenant, model, asked.adapter)
         ready, verdict = self._pool.ready(model), self._pool.verdict(model)
         matches = next(by_contract(verdict), ())
         if not matches:

@@ -31,7 +31,7 @@ from pdserve.errors import (
     Unauthenticated,
 )
 from pdserve.request import check_token_ids
-from router.adapters import listed_name, served_names
+from router.adapters import listed_name
 from router.auth import HEADER, Authenticator
 from router.door import answer_headers, come_in
 from router.intake import Intake
@@ -138,7 +138,7 @@ class OpenAiApi:
         """The ids a prompt would have, in the form that vLLM gave this."""
         body = parse(await self._read_body(http), TokenizeBody)
         prompt = body.asked()
-        tokenizer, room = await self._intake.text_of(body.model)
+        tokenizer, room = await self._intake.text_of(body.model, tenant)
         ids = await encode(prompt, tokenizer, room)
         answer: Json = {"count": len(ids), "max_model_len": room.total, "tokens": ids}
         if body.return_token_strs:
@@ -148,7 +148,7 @@ class OpenAiApi:
     async def detokenize(self, http: Request, tenant: str) -> Response:
         body = parse(await self._read_body(http), DetokenizeBody, ids="tokens")
         ids = body.ids()
-        tokenizer, room = await self._intake.text_of(body.model)
+        tokenizer, room = await self._intake.text_of(body.model, tenant)
         if len(ids) > room.total:
             raise InvalidRequest(
                 f"there are {len(ids)}", reason="TOO_MANY_TOKENS", field="tokens", remedy=f"send at most {room.total}"
@@ -159,13 +159,13 @@ class OpenAiApi:
         return reply(200, {"prompt": text})
 
     async def list_models(self, http: Request, tenant: str) -> Response:
-        return reply(200, models(served_names(self._pool)))
+        return reply(200, models(self._intake.names(tenant)))
 
     async def get_model(self, http: Request, tenant: str) -> Response:
         name = http.path_params["name"]
         if not name:
             return await self.list_models(http, tenant)
-        served, listed = served_names(self._pool), listed_name(self._pool, name)
+        served, listed = self._intake.names(tenant), listed_name(self._pool, name)
         if listed not in served:
             raise unknown_model(name, list(served))
         return reply(200, model(listed, *served[listed]))

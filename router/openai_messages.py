@@ -14,11 +14,7 @@ from router.openai_json import Strict, refused, validate
 from router.openai_tools import ToolUse
 
 MAX_TOOLS = 128
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: StrictStr
+_PART_HINTS = frozenset({"cache_control"})  # taken and ignored: prefixes are kept whether or not they are marked
 
 
 class CalledFunction(Strict):
@@ -45,7 +41,7 @@ class Message(Strict):
     """One turn. The fields below `reasoning_content` exist because clients send answers back as they got them."""
 
     role: StrictStr
-    content: StrictStr | list[TextPart] | None = None
+    content: StrictStr | list[Any] | None = None  # or parts, see `_text`
     name: StrictStr | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: StrictStr | None = None
@@ -57,7 +53,7 @@ class Message(Strict):
 
     def plain(self, where: str) -> dict[str, object]:
         """Without what is None: the tokenizer refuses a message without content or calls, by its place."""
-        content = "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content
+        content = _text(self.content, f"{where}.content") if isinstance(self.content, list) else self.content
         calls = [call.plain(f"{where}.tool_calls[{n}]") for n, call in enumerate(self.tool_calls or ())]
         given = {
             "role": self.role,
@@ -68,6 +64,26 @@ class Message(Strict):
             "reasoning_content": self.reasoning_content,
         }
         return {key: value for key, value in given.items() if value is not None}
+
+
+def _text(parts: list[Any], where: str) -> str:
+    """Of parts that are text. Raises InvalidRequest naming one that is not."""
+    texts = []
+    for n, part in enumerate(parts):
+        match part:
+            case {"type": "text", "text": str(text), **more}:
+                texts.append(text)
+                unknown = next((k for k, v in more.items() if v is not None and k not in _PART_HINTS), None)
+                if unknown is not None:
+                    problem = "this field is not supported"
+                    raise refused(f"{where}[{n}].{unknown!s:.64}", problem, "leave it out", "UNKNOWN_FIELD")
+            case {"type": str(kind)} if kind != "text":
+                raise refused(f"{where}[{n}]", f"parts of type {shown(kind)} are not supported", "send text parts only")
+            case _:
+                raise refused(
+                    f"{where}[{n}]", "it is no part of a text", 'send parts like {"type": "text", "text": ...}'
+                )
+    return "".join(texts)
 
 
 class Function(Strict):

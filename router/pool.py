@@ -176,9 +176,7 @@ class Pool:
         self._suspects[member.record.incarnation] = self._clock()
         self._forget()
 
-    def begin(
-        self, member: Member, prompt_tokens: int, cache_tokens: int, streams: int = 1, tenant: str = ""
-    ) -> Job:
+    def begin(self, member: Member, prompt_tokens: int, cache_tokens: int, streams: int = 1, tenant: str = "") -> Job:
         """Notes work given to a worker before its next report does. The caller must `end` it.
 
         Args:

@@ -111,8 +111,6 @@ def ahead(queued: int, own: Iterable[int], tokens: int) -> float:
 
 def by_handoff(prefill: Site, decode: Site, tokens: int, bytes_per_token: int) -> Forecast:
     """Infinite where a queue is full."""
-    if _full(prefill.load) or _full(decode.load):
-        return Forecast(float("inf"))
     load = prefill.load
     its_pace = pace(load, decode.load.prefill_tokens_per_s)
     alone_s = its_pace.seconds(prefill.held, tokens - prefill.held)
@@ -123,6 +121,8 @@ def by_handoff(prefill: Site, decode: Site, tokens: int, bytes_per_token: int) -
     tail = min(tokens - decode.held, _TAIL_TOKENS) * bytes_per_token
     transfer_s = max(travelling / bandwidth - compute_s, tail / bandwidth)
     first_s = wait_s + compute_s + transfer_s + max(decode.load.decode_step_ms / 2000, decode.running_s)
+    if _full(prefill.load) or _full(decode.load):
+        first_s = float("inf")
     return Forecast(first_s, wait_s, alone_s * prefill.longer(tokens), measured=load.prefill_tokens_per_s > 0)
 
 
@@ -133,8 +133,6 @@ def at_decode(decode: Site, tokens: int, prefill_tokens_per_s: float = 0.0) -> F
         prefill_tokens_per_s: of a prefill worker, for a decode worker without a rate.
     """
     load = decode.load
-    if _full(load):
-        return Forecast(float("inf"))
     its_pace = pace(load, prefill_tokens_per_s)
     alone_s = its_pace.seconds(decode.held, tokens - decode.held)
     penalty_s = PENALTY * load.running * alone_s
@@ -145,7 +143,7 @@ def at_decode(decode: Site, tokens: int, prefill_tokens_per_s: float = 0.0) -> F
         its_pace, alone_s = its_pace.slower(times), alone_s * times
     wait_s, compute_s = _turn(decode, its_pace, load.queued_prefill_tokens, tokens, alone_s)
     penalty_s += alone_s * decode.longer(tokens)
-    first_s = wait_s + compute_s + load.fixed_step_ms / 1000
+    first_s = float("inf") if _full(load) else wait_s + compute_s + load.fixed_step_ms / 1000
     return Forecast(first_s, wait_s, penalty_s, measured=load.prefill_tokens_per_s > 0)
 
 

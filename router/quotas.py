@@ -105,15 +105,18 @@ class Quotas:
         """Whether there is anything to count together with other routers."""
         return any(account.tenant.limited for account in self._accounts.values())
 
-    def check_model(self, tenant: str, model: str, adapter: str) -> None:
-        """Raises PermissionDenied for a model that the tenant may not use."""
+    def may_use(self, tenant: str, model: str, adapter: str) -> bool:
         account = self._accounts.get(tenant)
-        if account is not None and not account.tenant.may_use(model, adapter):
+        return account is None or account.tenant.may_use(model, adapter)
+
+    def check_model(self, tenant: str, model: str, adapter: str) -> None:
+        """Raises PermissionDenied for a model or adapter that the tenant may not use."""
+        if not self.may_use(tenant, model, adapter):
             raise PermissionDenied(
                 f"this key may not use {shown(f'{model}:{adapter}' if adapter else model)}",
                 reason="MODEL_NOT_ALLOWED",
                 field="model",
-                remedy=f"use one of: {', '.join(account.tenant.models)}",
+                remedy=f"use one of: {', '.join(self._accounts[tenant].tenant.models)}",
             )
 
     @contextmanager

@@ -105,7 +105,7 @@ class Recent:
         if running := self._running.get(request_id):
             return running.now()
         ended = self._ended.get(request_id) or self._refused.get(request_id)
-        return ended and ended.seen
+        return ended.seen if ended else None
 
     def _keep(self, kept: OrderedDict[str, _Ended], limit: int, seen: Seen) -> None:
         self._changes += 1

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from cache_transfer.contract import Ticket
 from pdserve.errors import FieldDifference, PdserveError
 from pdserve.rpc.events import Finish, GroupPair, HandoffRecord, Prefilled, TokenBatch
-from pdserve.telemetry.logs import Told
+from pdserve.telemetry.logs import Told, quoteless
 from pdserve.telemetry.traces import OFF, Traces
 from router.gate import Member, Pair, Verdict, computes_like
 from router.outcomes import Outcomes
@@ -149,7 +149,8 @@ class Account:
         self.trials[-1].error = self.last_error = error
         self.trace.failed()
         self.blamed.add(member.record.incarnation)
-        self.note(f"attempt {self.attempts} failed at {member.record.role} worker {member.id}: {error.reason}: {error}")
+        where = f"{member.record.role} worker {member.id}"
+        self.note(f"attempt {self.attempts} failed at {where}: {error.reason}: {quoteless(error)}")
 
     def note(self, text: str) -> None:
         """Bounded: the first ones tell the story."""

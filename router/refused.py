@@ -7,9 +7,9 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 
-from pdserve.errors import InvalidRequest, PdserveError, shown
+from pdserve.errors import PdserveError, shown
 from pdserve.telemetry.context import current
-from pdserve.telemetry.logs import Told
+from pdserve.telemetry.logs import Told, quoteless
 from pdserve.telemetry.traces import SERVER, Traces
 from router.request import Ask
 from router.tracing import operation
@@ -21,7 +21,8 @@ _MAX_TEXT = 1000  # characters
 
 
 def log_refused(ask: Ask, error: PdserveError) -> None:
-    told = {"label": ask.label, "model": shown(ask.model), "outcome": error.reason, "error": _told(error)}
+    text = quoteless(error)[:_MAX_TEXT]
+    told = {"label": ask.label, "model": shown(ask.model), "outcome": error.reason, "error": text}
     rejected = [asdict(difference) for difference in error.differences[:_MAX_DIFFERENCES]]
     log.info("request %s", Told(told | {"rejected": rejected}))
 
@@ -33,8 +34,3 @@ def trace_refused(traces: Traces, ask: Ask, tenant: str, received: float, error:
     span = traces.start(name, scope.trace, told, kind=SERVER, at=received)
     span.fail(error.reason, error)
     span.end()
-
-
-def _told(error: PdserveError) -> str:
-    """What is wrong with a request may quote it, and prompts are never logged."""
-    return error.field if isinstance(error, InvalidRequest) else error.message[:_MAX_TEXT]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import islice, product
@@ -100,8 +100,9 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     async def ListModels(
         self, message: gateway_pb2.ListModelsRequest, context: Context
     ) -> gateway_pb2.ListModelsResponse:
-        models = self._pool.models()
-        found = [await self._model_info(name, created) for name, created in models.items()]
+        names = self._intake.names(self._authenticator.tenant(credentials(context.invocation_metadata())))
+        models = {base or name: created for name, (base, created) in names.items()}
+        found = [await self._model_info(name, created, names) for name, created in models.items()]
         return gateway_pb2.ListModelsResponse(models=found)
 
     async def Status(self, message: gateway_pb2.StatusRequest, context: Context) -> gateway_pb2.StatusResponse:
@@ -132,7 +133,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
                 return told[:-1]
         return told
 
-    async def _model_info(self, name: str, created: int) -> gateway_pb2.ModelInfo:
+    async def _model_info(self, name: str, created: int, names: Container[str]) -> gateway_pb2.ModelInfo:
         members = [member for member in self._pool.members() if member.record.model == name]
         matches = self._pool.verdict(name).matches
         contract = (matches[0].prefills[0] if matches else members[0]).record.contract
@@ -144,7 +145,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             has_tokenizer=bool(contract.tokenizer_digest),
             has_chat_template=await self._has_template(members, contract.tokenizer_digest),
             created_s=created,
-            adapters=adapters_of(self._pool, name),
+            adapters=[each for each in adapters_of(self._pool, name) if f"{name}:{each}" in names],
         )
 
     async def _has_template(self, members: Sequence[Member], digest: bytes) -> bool:

@@ -71,8 +71,9 @@ class RouterSettings:
     """Tenant of every caller when `tenants` is empty. Never taken from a request."""
 
     tenants: tuple[Tenant, ...] = ()
-    """Who may call, by API key, such as [{name = "acme", keys_env = "ACME_KEYS"}]. The keys come from a variable
-    (keys_env), from a file (keys_file) or from here (keys = ["..."]). Empty: anyone may, without a key."""
+    """Who may call, by API key, such as [{name = "acme", keys_env = "ACME_KEYS"}]. The keys, or sha256:HEX of each,
+    come from a variable (keys_env), from a file (keys_file) or from here (keys = ["..."]). Empty: anyone may, without
+    a key."""
 
     operators: tuple[str, ...] = ()
     """Tenants who may load and unload adapters through this router, and see its pages (/ui, /metrics). Without

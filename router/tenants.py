@@ -4,19 +4,21 @@
     name = "acme"
     keys_env = "ACME_KEYS"             # a variable that holds the keys, between blanks
     keys_file = "/run/secrets/acme"    # or a file that does
-    keys = ["..."]                     # or the keys themselves
+    keys = ["sha256:..."]              # or the keys themselves; here and there a digest may stand for a key
     requests_per_minute = 60           # and what its callers may use together; see Tenant
     tokens_per_minute = 100000
     concurrent = 8
     models = ["small"]
 
-A key is a secret: here it exists only on its way to its SHA-256 digest, and no error names it.
+A key is a secret: here it exists only on its way to its SHA-256 digest, and no error names it. Where keys are kept,
+their digests will do, as `printf %s KEY | sha256sum` tells them: sha256:HEX.
 Variables and files are read by the router that starts, not by whoever else reads the configuration.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from pdserve.errors import ConfigError, shown
 
 MIN_KEY = 16  # characters: a shorter secret can be guessed
 MAX_KEY = 512
+DIGEST = "sha256:"  # begins what stands for a key
 _WORDS = ("name", "keys_env", "keys_file")
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
 _KNOWN = (*_WORDS, "keys", *_LIMITS, "models")
@@ -138,12 +141,14 @@ def read_tenants(tables: object) -> tuple[Tenant, ...]:
 
 
 def first_key(tables: object, environment: Mapping[str, str]) -> str:
-    """One of the keys themselves, for the operator's own calls; empty when there is none. Raises as `read_tenants`."""
+    """One of the keys themselves, for the operator's own calls; empty when only digests are there, or none. Raises as
+    `read_tenants`."""
     for where, table in _tables(tables):
         words = (_word(table, "keys_env", where), _word(table, "keys_file", where))
         sources = _sources(*words, where, environment)
         for key in (*_texts(table, "keys", where), *(key for _, text in sources for key in text.split())):
-            return key
+            if not key.startswith(DIGEST):
+                return key
     return ""
 
 
@@ -209,9 +214,20 @@ def _read(file: str, place: str) -> str:
         raise ConfigError(f"{file} is not a text", field=place, remedy=remedy) from None
 
 
+def _digest(text: str, where: str) -> bytes:
+    if re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        return bytes.fromhex(text)
+    raise ConfigError(
+        "what follows sha256: is no digest", field=where, remedy="write what `printf %s KEY | sha256sum` prints"
+    )
+
+
 def _digests(keys: Sequence[str], place: str) -> Iterator[bytes]:
     for number, key in enumerate(keys):
         where = f"{place}[{number}]"
+        if key.startswith(DIGEST):
+            yield _digest(key.removeprefix(DIGEST), where)
+            continue
         if not MIN_KEY <= len(key) <= MAX_KEY:
             raise ConfigError(
                 f"the key has {len(key)} characters",

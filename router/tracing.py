@@ -33,7 +33,9 @@ class RequestTrace:
     def __init__(self, traces: Traces, request: Request) -> None:
         self._traces = traces
         name = f"{request.operation} {request.served}"
-        self._root = traces.start(name, current().trace, _asked(request) if traces.on else None, kind=SERVER, at=request.received)
+        self._root = traces.start(
+            name, current().trace, _asked(request) if traces.on else None, kind=SERVER, at=request.received
+        )
         self._attempt: tuple[Trial, Span] | None = None
         self._free_at = request.received  # since when a pair is looked for
         update(request_id=request.id, trace=self._root.context)

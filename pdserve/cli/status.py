@@ -39,14 +39,14 @@ def status(
     if names := sorted({f"{w.model}:{name}" for w in found.workers for name, _ in w.adapters if name}):
         out.print(f"adapters {', '.join(names)}", markup=False)
     out.print(_workers(found.workers))
+    if pages := [f"{w.worker_id} {w.metrics}" for w in found.workers if w.metrics]:
+        out.print(f"metrics {', '.join(pages)}", markup=False)
     if found.pairs:
         out.print("pairs (row: prefill, column: decode)")
     out.print(matrix(found.pairs))
     for line in reasons(found.pairs):
         out.print(line, markup=False)
     out.print(placement_text(found.placement), markup=False)
-    if pages := [f"{w.worker_id} {w.metrics}" for w in found.workers if w.metrics]:
-        out.print(f"metrics {', '.join(pages)}", markup=False)
     out.print(f"registry {found.registry}, {found.active_requests} active requests, pdserve {found.version}")
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from pdserve.errors import InvalidRequest, PdserveError
 from pdserve.telemetry.context import Scope, current
 from pdserve.telemetry.settings import JSON, TelemetrySettings
 
@@ -37,6 +38,11 @@ class Told:
 
     def __str__(self) -> str:
         return json.dumps(self.value)
+
+
+def quoteless(error: PdserveError) -> str:
+    """An error's text for logs and records. That of a wrong request may quote it, so only its field is told."""
+    return f"in {error.field or 'the request'}" if isinstance(error, InvalidRequest) else str(error)
 
 
 def about(scope: Scope) -> dict[str, Any]:

@@ -48,9 +48,10 @@ def anchors(page: Path) -> set[str]:
 
 
 async def test_every_command_of_the_page_is_one_of_the_program() -> None:
+    program = typer.main.get_command(app)
     assert len(commands()) > 30
     for words in commands():
-        parse(typer.main.get_command(app), words)
+        parse(program, words)
 
 
 async def test_every_link_of_the_page_and_every_alert_leads_to_a_section() -> None:

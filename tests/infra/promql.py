@@ -36,21 +36,22 @@ def check(query: str, exported: Mapping[str, Labels], added: set[str]) -> set[st
 
     Raises AssertionError for a name, a label or a label's value that nobody exports.
     """
-    names: set[str] = set()
-    for node in nodes(parsed(query)):
-        if isinstance(node, promql.VectorSelector):
-            names.add(node.name)
-            assert node.name in exported, f"nobody exports {node.name}: {query}"
-            for matcher in node.matchers.matchers:
-                check_matcher(matcher, exported[node.name], added, query)
-        elif isinstance(node, promql.AggregateExpr):
+    tree = list(nodes(parsed(query)))
+    selectors = [node for node in tree if isinstance(node, promql.VectorSelector)]
+    assert selectors, query
+    for selector in selectors:
+        name = str(selector.name)
+        assert name in exported, f"nobody exports {name}: {query}"
+        for matcher in selector.matchers.matchers:
+            check_matcher(matcher, exported[name], added, query)
+    for node in tree:
+        if isinstance(node, promql.AggregateExpr):
             has, wanted = labels_of(node.expr, exported, added), set(node.modifier.labels if node.modifier else ())
             assert wanted <= has, f"{wanted - has} is not there to sum by: {query}"
         elif isinstance(node, promql.BinaryExpr) and node.modifier and node.modifier.matching:
             for side in (node.lhs, node.rhs):
                 assert set(node.modifier.matching.labels) <= labels_of(side, exported, added), query
-    assert names, query
-    return names
+    return {str(selector.name) for selector in selectors}
 
 
 def check_matcher(matcher: Any, labels: Labels, added: set[str], query: str) -> None:
@@ -67,7 +68,7 @@ def labels_of(expression: Any, exported: Mapping[str, Labels], added: set[str]) 
 
     def of(node: Any) -> set[str]:
         if isinstance(node, promql.VectorSelector):
-            return set(exported.get(node.name, ())) | added
+            return set(exported[str(node.name)]) | added
         if isinstance(node, promql.MatrixSelector):
             return of(node.vector_selector)
         if isinstance(node, promql.AggregateExpr):

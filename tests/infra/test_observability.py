@@ -21,13 +21,13 @@ from tests.telemetry.scraped import KNOWN_TO_PROMETHEUS, observed, traffic
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+Exported = dict[str, dict[str, set[str]]]
+
 HERE = INFRA / "observability"
 UNITS = {"none", "s", "bytes", "Bps", "reqps", "ops", "percentunit"}  # Grafana's names of them
 SEVERITIES = {"info", "warning", "critical"}
-OF_PROMETHEUS = {"up": {}}  # exported by Prometheus itself, of each target
+OF_PROMETHEUS: Exported = {"up": {}}  # exported by Prometheus itself, of each target
 JOBS = {"pdserve-router", "pdserve-workers"}
-
-Exported = dict[str, dict[str, set[str]]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -128,6 +128,12 @@ async def test_the_scrape_jobs_ask_where_the_parts_listen() -> None:
         assert {job["job_name"] for job in read["scrape_configs"]} == JOBS
         (found,) = [sd["url"] for job in read["scrape_configs"] for sd in job.get("http_sd_configs", ())]
         assert found.endswith(f":{config.router.http_port}{TARGETS}")
+        tls = [job["tls_config"] for job in read["scrape_configs"]]
+        assert [each["server_name"] for each in tls] == ["router.pdserve", "worker.pdserve"], "the roles it expects"
+        keys = {each["key_file"] for each in tls}
+        if file == "prometheus.yaml":
+            (mounted,) = [each for each in compose["services"]["prometheus"]["volumes"] if isinstance(each, dict)]
+            assert mounted["volume"] == {"subpath": "operator"} and keys == {f"{mounted['target']}/tls.key"}
     assert config.router.metrics_open
     for settings in (config.prefill, config.decode, load_config(INFRA / "k8s" / "base" / "pdserve.toml").decode):
         assert settings.metrics_host == "" and settings.metrics_port == 8482

@@ -53,6 +53,18 @@ def test_memory_that_two_workers_share_is_named_by_no_address() -> None:
     assert record_from_proto(record_to_proto(shared)).transfer == shared.transfer
 
 
+def test_where_a_metrics_page_is_travels_and_must_be_an_address() -> None:
+    made = replace(record(), metrics="10.0.0.7:8482")
+    message = record_to_proto(made)
+    assert record_from_proto(message).metrics == made.metrics
+    for wrong in ("http://10.0.0.7:8482/metrics", "10.0.0.7", "a" * 400 + ":1"):
+        message.status.metrics = wrong
+        with pytest.raises(InvalidRequest, match="metrics"):
+            record_from_proto(message)
+    message.status.metrics = ""
+    assert record_from_proto(message).metrics == ""
+
+
 def test_capabilities_travel_those_of_newer_versions_too_and_an_old_record_has_none() -> None:
     made = replace(record(), capabilities=frozenset({"choices", "something new"}))
     message = record_to_proto(made)

@@ -207,8 +207,8 @@ async def test_the_matrix_of_a_large_pool_has_a_pair_for_each_kind() -> None:
     pool = Pool(MemoryRegistry(), Gate(), 1.0)
     pairs = pairs_to_proto(pool, tuple(members))
     assert [(pair.prefill_worker, pair.decode_worker, pair.fits) for pair in pairs] == [
-        ("p0", "stranger", False),
         ("p0", "d0", True),
+        ("p0", "stranger", False),
     ]
     assert len(pairs_to_proto(pool, (*members[:10], *members[40:]))) == 400
 

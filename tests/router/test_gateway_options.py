@@ -45,7 +45,7 @@ async def test_several_prompts_are_one_request_whose_choices_come_prompt_by_prom
 ) -> None:
     drawn: Any = {"max_tokens": 8, "ignore_eos": True, "seed": 5, "n": 2}
     alone = [await ours.complete(prompt, **drawn) for prompt in TEXTS]
-    prompts = [TEXTS[0], IDS, TEXTS[2]]
+    prompts: list[str | list[int]] = [TEXTS[0], IDS, TEXTS[2]]
     together = await ours.complete(prompts=prompts, **drawn)
     wanted = [(choice.text, choice.ids) for answer in alone for choice in answer.choices]
     assert [(choice.text, choice.ids) for choice in together.choices] == wanted and len(wanted) == 6
@@ -96,9 +96,10 @@ async def test_one_prompt_that_breaks_ends_them_all_with_an_error_and_the_usage(
 @module_loop
 @pytest.mark.parametrize("n", [1, 2])
 async def test_echo_gives_the_prompts_text_first_in_every_choice(ours: AsyncClient, n: int) -> None:
-    for prompt in ({"prompts": [TEXTS[1], IDS]}, {"token_ids": IDS}):
-        plain = await ours.complete(**prompt, **GREEDY, n=n)  # type: ignore[arg-type]
-        echoed = await ours.complete(**prompt, **GREEDY, n=n, echo=True)  # type: ignore[arg-type]
+    forms: Any = ({"prompts": [TEXTS[1], IDS]}, {"token_ids": IDS})
+    for prompt in forms:
+        plain = await ours.complete(**prompt, **GREEDY, n=n)
+        echoed = await ours.complete(**prompt, **GREEDY, n=n, echo=True)
         assert [choice.text for choice in echoed.choices] == [TEXTS[1] + choice.text for choice in plain.choices]
         assert [choice.ids for choice in echoed.choices] == [choice.ids for choice in plain.choices]
         assert echoed.usage.output_tokens == plain.usage.output_tokens
@@ -138,7 +139,9 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "tools that are no JSON": ({"chat": chat(tool_mode="auto", tools_json="[{")}, "tools_json", "INVALID_JSON"),
     "tools that are no list": ({"chat": chat(tools_json="{}")}, "tools_json", "INVALID_JSON"),
     "a template without tools": ({"chat": chat(tool_mode="auto")}, "tools", "NO_TOOLS"),
-    "tools and a grammar": ({"chat": chat(tool_mode="auto"), "sampling": Sampling(regex="a")}, "regex", "INVALID_FIELD"),
+    "tools and a grammar": (
+        {"chat": chat(tool_mode="auto"), "sampling": Sampling(regex="a")}, "regex", "INVALID_FIELD",
+    ),
     "parallel calls without a choice": (
         {"chat": chat(parallel_tool_calls=False)}, "parallel_tool_calls", "INVALID_FIELD",
     ),

@@ -144,7 +144,7 @@ BAD = [
     ({"model": ...}, 400, "model", "missing_field"),
     ({"messages": []}, 400, "messages", "empty_prompt"),
     ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "invalid_messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content", "invalid_field"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "messages[0].content[0]", "invalid_field"),
     ({"messages": [{"role": "user", "content": "hi", "weight": 1}]}, 400, "messages[0].weight", "unknown_field"),
     ({"messages": [{"role": "user", "content": "x " * 400}]}, 400, "prompt", "prompt_too_long"),
     ({"frequency": 1}, 400, "frequency", "unknown_field"),

@@ -7,6 +7,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from hypothesis import given
@@ -348,6 +349,52 @@ async def test_a_model_that_is_not_this_tenants_is_forbidden(made: House) -> Non
         assert caught.value.reason == "MODEL_NOT_ALLOWED" and "another" in caught.value.remedy
         with pytest.raises(openai.PermissionDeniedError):
             await peer.completions.create(model=MODEL, prompt="the cat", max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("models", "asked", "allowed"),
+    [
+        ((), ("small", "french"), True),
+        (("small",), ("small", ""), True),
+        (("small",), ("small", "french"), True),
+        (("small:french",), ("small", "french"), True),
+        (("small:french",), ("small", ""), False),
+        (("small:french",), ("small", "german"), False),
+        (("small:french",), ("large", "french"), False),
+        (("small",), ("large", ""), False),
+        (("small",), ("smaller", ""), False),
+    ],
+)
+def test_an_adapter_that_is_not_this_tenants_is_forbidden(
+    models: tuple[str, ...], asked: tuple[str, str], allowed: bool, clock: Clock
+) -> None:
+    made = quotas(clock, models=models)
+    if allowed:
+        made.check_model("acme", *asked)
+        return
+    with pytest.raises(PermissionDenied) as caught:
+        made.check_model("acme", *asked)
+    assert caught.value.reason == "MODEL_NOT_ALLOWED"
+    made.check_model("zeta", *asked)
+
+
+async def test_what_a_tenant_may_not_use_it_is_not_told_of_either(made: House) -> None:
+    async with (
+        AsyncClient(made.router.address, api_key=OTHER) as client,
+        AsyncOpenAI(base_url=f"http://{made.router.http_address}/v1", api_key=OTHER, max_retries=0) as peer,
+        httpx.AsyncClient(
+            base_url=f"http://{made.router.http_address}", headers={"authorization": f"Bearer {OTHER}"}
+        ) as http,
+    ):
+        assert [listed.id async for listed in peer.models.list()] == []
+        with pytest.raises(openai.NotFoundError):
+            await peer.models.retrieve(MODEL)
+        assert await client.models() == ()
+        for path, body in (("/tokenize", {"prompt": "the cat"}), ("/detokenize", {"tokens": [1, 2]})):
+            answer = await http.post(path, json={"model": MODEL, **body})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "model_not_allowed")
+    async with AsyncOpenAI(base_url=f"http://{made.router.http_address}/v1", api_key=KEY, max_retries=0) as peer:
+        assert [listed.id async for listed in peer.models.list()] == [MODEL]
 
 
 async def test_a_client_that_goes_away_counts_no_longer(made: House) -> None:

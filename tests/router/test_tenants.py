@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import pickle
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from pdserve.config import load_config, operator_key, parse_config
 from pdserve.errors import ConfigError, Unauthenticated
 from router.auth import Authenticator
 from router.settings import RouterSettings
-from router.tenants import Tenant
+from router.tenants import Tenant, first_key, read_tenants
 
 ACME, ACME_2, ZETA, ZETA_2 = (f"sk-{name}-0123456789abcdef" for name in ("acme", "acme2", "zeta", "zeta2"))
 SECRET = "sk-0123-do-not-show-me"
@@ -99,6 +101,55 @@ def test_a_digest_is_no_key() -> None:
     known = authenticator(Tenant.of("acme", ACME))
     with pytest.raises(Unauthenticated):
         known.tenant([f"Bearer {hashlib.sha256(ACME.encode()).hexdigest()}"])
+
+
+def test_a_digest_stands_for_its_key_wherever_keys_are_kept(tmp_path: Path) -> None:
+    """Written as `sha256sum` prints it; whoever reads it cannot call with it."""
+    tool = (
+        subprocess.run(["sha256sum"], input=ACME.encode(), capture_output=True, check=True).stdout.decode().split()[0]
+    )
+    written = f"sha256:{tool}"
+    (tmp_path / "keys").write_text(f"{written}\n{ACME_2}\n")
+    for known in (
+        authenticator(Tenant.of("acme", written)),
+        authenticator(Tenant("acme", keys_env="KEYS"), KEYS=f"{ZETA} {written.upper().replace('SHA256', 'sha256')}"),
+        authenticator(Tenant("acme", keys_file=str(tmp_path / "keys"))),
+        Authenticator(RouterSettings(tenants=read_tenants([{"name": "acme", "keys": [written]}])), {}),
+    ):
+        assert known.tenant([f"Bearer {ACME}"]) == "acme"
+        for other in (written, tool):
+            with pytest.raises(Unauthenticated):
+                known.tenant([f"Bearer {other}"])
+    both = [{"name": "acme", "keys": [written]}, {"name": "zeta", "keys": [ZETA]}]
+    assert first_key(both, {}) == ZETA and first_key(both[:1], {}) == ""
+
+
+@pytest.mark.parametrize("bad", ["", "ab", "g" * 64, "a" * 63, "a" * 65, "aa " * 21 + "a"])
+def test_what_is_no_digest_is_refused_by_place(bad: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_tenants([{"name": "acme", "keys": [f"sha256:{bad}"]}])
+    assert caught.value.field == "router.tenants[0].keys[0]" and (not bad or bad not in str(caught.value))
+
+
+def test_every_digest_is_compared_and_each_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However soon one fits, and whether one does: the standard library's comparison is counted as it is called."""
+    known = authenticator(Tenant.of("acme", ACME, ACME_2), Tenant.of("zeta", ZETA, ZETA_2))
+    compared: list[tuple[bytes, bytes]] = []
+    real = hmac.compare_digest
+
+    def counted(ours: bytes, given: bytes) -> bool:
+        compared.append((ours, given))
+        return real(ours, given)
+
+    monkeypatch.setattr(hmac, "compare_digest", counted)
+    for key in (ACME, ZETA_2, SECRET):
+        compared.clear()
+        try:
+            known.tenant([f"Bearer {key}"])
+        except Unauthenticated:
+            assert key == SECRET
+        digest = hashlib.sha256(key.encode()).digest()
+        assert len({ours for ours, _ in compared}) == 4 and {given for _, given in compared} == {digest}
 
 
 def test_without_tenants_everyone_is_the_one_there_is() -> None:

@@ -65,9 +65,8 @@ def logged(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     root.setLevel(level)
 
 
-@pytest.mark.parametrize("style", ["json", "text"])
-async def test_prompts_and_keys_are_in_no_line_whatever_happens(logged: Callable[[], str], style: str) -> None:
-    configure(TelemetrySettings(log_format=style, log_level="debug"), "router")
+async def test_prompts_and_keys_are_in_no_line_whatever_happens(logged: Callable[[], str]) -> None:
+    configure(TelemetrySettings(log_format="json", log_level="debug"), "router")
     async with stack(tenants=(Tenant.of("acme", KEY),)) as made:
         await made.add_prefill(engine(), bundle=BUNDLE)
         await made.add_decode(engine(), bundle=BUNDLE)
@@ -93,12 +92,11 @@ async def test_prompts_and_keys_are_in_no_line_whatever_happens(logged: Callable
         prefill = made.prefills[0]
         prefill.pipeline.end_all(prefill._not_serving())
     assert statuses[:2] == [200, 200] and {400} <= set(statuses) <= {200, 400} and refused.status_code == 401
-    text = logged()
-    lines = objects(text) if style == "json" else text.splitlines()
-    own = [str(line) for line in lines if not any(client in str(line) for client in OF_CLIENTS)]
+    own = [str(line) for line in objects(logged()) if not line["logger"].startswith(OF_CLIENTS)]
     assert len(own) > 20
     for word in (SECRET, SECRET[4:20], KEY, WRONG_KEY, json.dumps(BUNDLE_IDS)[1:-1]):
-        assert not [line for line in own if word in line], word
+        found = [line for line in own if word in line]
+        assert not found, (word, [line[max(0, line.index(word) - 300) :][:400] for line in found])
 
 
 BUNDLE_IDS = [byte - 0x21 for byte in SECRET.encode()]
@@ -136,13 +134,8 @@ async def test_every_process_names_the_request_in_its_lines(tmp_path: Path, monk
         for name, lines in logs.items()
     }
     assert all(of_request.values()), logs
-    assert {(line["part"], line.get("worker")) for lines in logs.values() for line in lines} == {
-        ("router", None),
-        ("prefill", None),  # before it has its name
-        ("prefill", "p0"),
-        ("decode", None),
-        ("decode", "d0"),
-    } & {(line["part"], line.get("worker")) for lines in logs.values() for line in lines}
+    named = {(line["part"], line.get("worker")) for lines in of_request.values() for line in lines}
+    assert named == {("router", None), ("prefill", "p0"), ("decode", "d0")}
     (record,) = [line["record"] for line in of_request["router"] if line["message"] == "request"]
     assert record["trace_id"] == answer.record.trace_id and record["attempts"] == 1
     every = [line for lines in of_request.values() for line in lines]

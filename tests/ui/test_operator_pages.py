@@ -126,7 +126,7 @@ async def test_a_request_is_told_of_without_its_text_and_other_tenants_are_only_
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     clients = {key: AsyncClient(made.router.address, api_key=key) for key in (ACME, ZETA)}
     try:
-        for key, client in clients.items():
+        for client in clients.values():
             await client.complete(SECRET, sampling=params)
             await client.complete(token_ids=ids, sampling=params)
             with pytest.raises(PdserveError):
@@ -172,12 +172,15 @@ async def test_viewers_are_few_and_end_with_the_router_or_when_they_take_nothing
                 await page.__aexit__(None, None, None)
     assert router.ui.viewers == 0
 
+    never = asyncio.Event().wait
+
     async def receive() -> dict[str, Any]:
-        return await asyncio.get_running_loop().create_future()
+        await never()
+        return {}
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
-            await asyncio.get_running_loop().create_future()
+            await never()
 
     stuck = Router(router_settings(client_stall_s=0.05))
     async with asyncio.timeout(5):

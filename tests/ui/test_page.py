@@ -60,8 +60,7 @@ async def test_the_pools_and_the_reason_of_a_refused_pair_are_shown(browser: Bro
         await cells.get_by_role("link", name="refused").click()
         reason = page.locator("#reasons article:target")
         await expect(reason).to_contain_text(f"p0 → {STRANGER} refused")
-        pool = made.router.pool
-        for difference in pool.gate.differences(made.member("p0"), made.member(STRANGER)):
+        for difference in made.router.pool.gate.differences(made.member("p0"), made.member(STRANGER)):
             line = reason.get_by_role("row").filter(has_text=difference.code)
             await expect(line).to_contain_text(difference.left)
             await expect(line).to_contain_text(difference.right)
