@@ -279,8 +279,8 @@ def times(seen: Measured) -> list[Figure]:
             figures.append(Figure(f"at capacity: {what} p{share}", before, "s"))
             figures.append(Figure(f"overload: {what} p{share}", under, "s", peer=before, goal=goal, at_most=True))
     for name in TENANTS:
-        mine = percentile(seen.overload.first_tokens(name), 0.99)
-        figures.append(Figure(f"overload: time to first token p99 of {name}", mine, "s"))
+        if mine := seen.overload.first_tokens(name):
+            figures.append(Figure(f"overload: time to first token p99 of {name}", percentile(mine, 0.99), "s"))
     recovered = Figure("recovered after the flood", seen.recovered_s, "s", goal=RECOVERY_GOAL_S, at_most=True)
     return [*figures, recovered]
 

@@ -8,7 +8,7 @@ held any more. Workers compute in deterministic mode, so that every answer is kn
     failures                 typed, all of them
     answers that differ      none
     pages left at a rest     none
-    memory, descriptors, threads of the router, and of workers that lived   flat after the warm-up
+    memory, descriptors, threads, tasks of the router, and of workers that lived   flat after the warm-up
 
 The exit status is 1 when a goal is missed. `--model tiny` (and --quick) serves a small random model: many more
 requests, and the same code.
@@ -46,6 +46,7 @@ from pdserve.tokenizer import Tokenizer, load_bundle
 COMPLETE_GOAL = 0.95
 KEYS = {name: f"{name}-key-of-the-soak" for name in ("amber", "birch", "cedar")}
 OPERATOR = "amber"
+HELD = ("descriptors", "threads", "tasks")
 REST_S = 90.0  # for what is held to go back: leases are 60 seconds
 SETTLE_S = 7.0  # for connections that nobody uses to be closed
 MAX_SHOWN = 8
@@ -60,6 +61,12 @@ class Rest:
     waited_s: float
     faults: tuple[str, ...]
     samples: dict[str, Sample]  # by life
+    tasks: dict[str, int]  # of the event loop, by life
+
+    def held(self, life: str, name: str) -> int:
+        """Of one process, how many of one of HELD."""
+        sample = self.samples[life]
+        return {"descriptors": sample.descriptors, "threads": sample.threads, "tasks": self.tasks[life]}[name]
 
 
 @dataclass
@@ -79,7 +86,7 @@ def config(model: Path, adapters: Path, sizes: Sizes) -> str:
     tables: dict[str, dict[str, object]] = {
         "model": {"path": str(model), "name": "soak", "adapter_root": str(adapters)},
         "engine": {"dtype": "fp32", "pages": sizes.pages, "deterministic": True, "threads": 1},
-        "router": {"operators": [OPERATOR]},
+        "router": {"operators": [OPERATOR], "port": 0, "http_port": 0},
         "prefill": {"grace_s": 10.0},
         "decode": {"grace_s": 10.0},
     }
@@ -99,7 +106,7 @@ async def doors_of(house: House) -> AsyncIterator[list[Doors]]:
         yield made
 
 
-async def rest(house: House, watch: Watch) -> Rest:
+async def rest(house: House, watch: Watch, operator: AsyncClient) -> Rest:
     """Waits until nothing is held, at most REST_S."""
     began = time.monotonic()
     while True:
@@ -114,7 +121,8 @@ async def rest(house: House, watch: Watch) -> Rest:
         print(f"{life} still holds {accounts[life].holdings}", file=sys.stderr)
     faults = tuple(f"{life}: {each.fault}" for life, each in accounts.items() if not each.intact)
     samples = {life: mine[-1] for life in house.lives if (mine := watch.samples.get(life))}
-    return Rest(time.monotonic(), sum(held.values()), waited_s, faults, samples)
+    tasks = await house.tasks(operator, KEYS[OPERATOR])
+    return Rest(time.monotonic(), sum(held.values()), waited_s, faults, samples, tasks)
 
 
 async def soak(options: argparse.Namespace, house: House, questions: Sequence[Question]) -> tuple[Soak, Watch, Changes]:
@@ -130,7 +138,7 @@ async def soak(options: argparse.Namespace, house: House, questions: Sequence[Qu
         watching = asyncio.create_task(watch.run())
         await callers.ask_each()
         print(f"{len(callers.outcomes)} questions to warm up", file=sys.stderr, flush=True)
-        seen.rests.append(await rest(house, watch))
+        seen.rests.append(await rest(house, watch, operator))
         drawn = random.Random(options.seed)
         seen.began = time.monotonic()
         for _ in range(options.rounds):
@@ -140,7 +148,7 @@ async def soak(options: argparse.Namespace, house: House, questions: Sequence[Qu
                 group.create_task(callers.ask_until(resting))
                 group.create_task(changes.change_until(resting, drawn, options.change_s))
                 group.create_task(house.kill_until(resting, drawn, options.pause_s, operator, changes.restore))
-            seen.rests.append(await rest(house, watch))
+            seen.rests.append(await rest(house, watch, operator))
             say(seen, house)
         seen.ended = time.monotonic()
         watching.cancel()
@@ -205,7 +213,7 @@ def growths(seen: Soak, watch: Watch) -> list[Figure]:
                 Figure(f"{title}: its bound (95 %)", worst.bound / MIB, "MiB/min"),
                 Figure(f"{title}: sure growth in ten minutes", 10 * worst.sure, "share", goal=0.02, at_most=True),
             ]
-        for name in ("descriptors", "threads"):
+        for name in HELD:
             more = [growth for life in lives if (growth := _more(seen.rests, life, name)) is not None]
             if more:
                 figures.append(Figure(f"{title}: more {name} at the last rest", max(more), name, goal=4, at_most=True))
@@ -213,8 +221,8 @@ def growths(seen: Soak, watch: Watch) -> list[Figure]:
 
 
 def _more(rests: Sequence[Rest], life: str, name: str) -> int | None:
-    """At the last rest that a process saw than at the first after its warm-up; None where it saw too few."""
-    mine = [getattr(each.samples[life], name) for each in rests[1:] if life in each.samples]
+    """At the last rest that a process saw than at its first one after the warm-up; None where it saw too few."""
+    mine = [each.held(life, name) for each in rests[1:] if life in each.samples and life in each.tasks]
     return mine[-1] - mine[0] if len(mine) > 1 else None
 
 

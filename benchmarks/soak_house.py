@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from benchmarks.systems import NotAvailable, Processes
 from pdserve.client import AsyncClient, Status
 from pdserve.errors import PdserveError
@@ -34,6 +36,7 @@ WORKERS = ("d0", "d1", "p0", "p1")  # as a status lists them
 ROUTER = "router"
 KILLS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP")
 FROZEN_S = (1.0, 12.0)  # a lease is 5 seconds
+_TASKS = r"^\w+_event_loop_tasks(?:\{.*\})? (\S+)$"
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,22 @@ class House:
             frozen_s = drawn.uniform(*FROZEN_S)
             self.kills.append(await self.kill(drawn.choice(WORKERS), drawn.choice(KILLS), frozen_s, client))
             await ready()
+
+    async def tasks(self, client: AsyncClient, key: str) -> dict[str, int]:
+        """Tasks of each process's event loop, by life, as their metrics pages tell.
+
+        Args:
+            key: an operator's.
+        """
+        status = await client.status(timeout_s=10.0)
+        pages = {self.life(worker.worker_id): worker.metrics for worker in status.workers}
+        pages[self.life(ROUTER)] = self.http
+        found = {}
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}, timeout=10.0) as pull:
+            for life, address in pages.items():
+                page = (await pull.get(f"http://{address}/metrics")).raise_for_status().text
+                found[life] = sum(int(float(value)) for value in re.findall(_TASKS, page, re.MULTILINE))
+        return found
 
     async def accounts(self) -> dict[str, worker_pb2.AccountsResponse]:
         """Of every worker that is up and answers, by life."""

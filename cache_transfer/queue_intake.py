@@ -14,7 +14,7 @@ from cache_transfer.intake import AnyIntake, FrameMessage, Incoming
 from cache_transfer.jobs import Job, Jobs
 from cache_transfer.messages import Queued
 from cache_transfer.refusals import out_of_order
-from cache_transfer.shared_queue import Queue
+from cache_transfer.shared_queue import LINGERS, RUNS, SLEEPS, Queue
 
 _JOB_BYTES = 8 << 20  # then the thread gives way to other handoffs, and the event loop has a say
 
@@ -26,7 +26,6 @@ class QueueIntake(AnyIntake):
         self._queue = queue
         self._loop = asyncio.get_running_loop()
         self._jobs = Jobs(incoming.executor, incoming.rights, self._find, lambda _: None)
-        self._answered = 0  # the last `wanted` that the sender was woken for
 
     async def take(self, message: FrameMessage) -> None:
         if not isinstance(message, Queued):
@@ -41,29 +40,36 @@ class QueueIntake(AnyIntake):
         await self._jobs.drain()
 
     def _find(self) -> Job | None:
-        return self._run if self._more() else None
+        return self._run if self._more(SLEEPS) else None
 
-    def _more(self) -> bool:
-        """Whether a frame is there; if not, the sender knows that it must wake this side. No job runs meanwhile."""
+    def _more(self, how: int) -> bool:
+        """Whether a frame is there; if not, the sender knows how this side waits for one."""
         if self._queue.announced(self._written) > self._written:
             return True
-        self._queue.idle(True)
+        self._queue.waits(how)
         if self._queue.announced(self._written) == self._written:
             return False
-        self._queue.idle(False)
+        self._queue.waits(RUNS)
         return True
 
     def _run(self) -> int:
         """Runs in a worker thread, which alone counts `_written` meanwhile. A frame is written only once verified."""
-        taken = before = self.manifest.payload_bytes
-        self._queue.idle(False)
-        while not self._jobs.stopped and taken - before < _JOB_BYTES and self._more():
-            frame = self._queue.get(self._written)
-            self._writer.write(self._accept(frame), frame)
-            self._written += 1
-            if (wanted := self._queue.finish(self._written)) and wanted != self._answered:
-                self._answered = wanted
-                with contextlib.suppress(RuntimeError):  # the loop is closed, and the attempt over with it
-                    self._loop.call_soon_threadsafe(self._tell)
-            taken = self.manifest.payload_bytes
+        before = self.manifest.payload_bytes
+        self._queue.waits(RUNS)
+        while not self._jobs.stopped and self.manifest.payload_bytes - before < _JOB_BYTES:
+            if self._more(LINGERS):
+                self._take_one()
+            else:
+                self._queue.linger()
+                self._queue.waits(RUNS)
+                if not self._more(SLEEPS):
+                    break
         return self._written
+
+    def _take_one(self) -> None:
+        frame = self._queue.get(self._written)
+        self._writer.write(self._accept(frame), frame)
+        self._written += 1
+        if self._queue.finish(self._written):
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the attempt over with it
+                self._loop.call_soon_threadsafe(self._tell)

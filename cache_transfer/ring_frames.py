@@ -14,6 +14,7 @@ from collections import deque
 from cache_transfer.messages import FrameHeader, Queued
 from cache_transfer.packing import Cargo
 from cache_transfer.shared import Ring
+from cache_transfer.shared_queue import LINGERS, RUNS, SLEEPS
 from cache_transfer.transport import PushStream
 
 _JOB_BYTES = 8 << 20  # then the thread gives way to other handoffs
@@ -38,7 +39,7 @@ class RingFrames:
             if self._job is not None and self._job.done():
                 self._job.result()
                 self._job = None
-            if self._job is None and self._planned and self._has_room():
+            if self._job is None and self._planned and self._has_room(SLEEPS):
                 self._job = cargo.start(self._fill)
                 self._job.add_done_callback(lambda _: cargo.changed.set())
             if self._wake:
@@ -51,23 +52,38 @@ class RingFrames:
                 await cargo.next_change()
                 cargo.seconds += time.monotonic() - began if busy else 0.0
 
-    def _has_room(self) -> bool:
-        """Whether a slot is free; if not, the receiver knows when to say so. No job runs meanwhile, or this is it."""
+    def _has_room(self, how: int) -> bool:
+        """Whether a slot is free; if not, the receiver knows how this side waits until half of them are."""
         if self._ring.has_room():
             return True
         self._ring.queue.want(self._ring.packed - self._ring.slots // 2)
-        return self._ring.has_room()
+        self._ring.queue.waits(how)
+        if not self._ring.has_room():
+            return False
+        self._ring.queue.waits(RUNS)
+        return True
 
     def _fill(self) -> None:
         """Runs in a worker thread."""
-        cargo, filled = self._cargo, 0
-        while self._planned and not cargo.stopped and filled < _JOB_BYTES and self._has_room():
-            frame, wake = self._ring.put(cargo.unpacked(self._planned.popleft()), cargo.secret)
-            cargo.manifest.add(frame.digest, frame.size)
-            filled += frame.size
-            if wake:
-                with contextlib.suppress(RuntimeError):  # the loop is closed, and the handoff over with it
-                    self._loop.call_soon_threadsafe(self._on_wake)
+        filled = 0
+        self._ring.queue.waits(RUNS)
+        while self._planned and not self._cargo.stopped and filled < _JOB_BYTES:
+            if self._has_room(LINGERS):
+                filled += self._put_one()
+            else:
+                self._ring.queue.linger()
+                self._ring.queue.waits(RUNS)
+                if not self._has_room(SLEEPS):
+                    break
+
+    def _put_one(self) -> int:
+        """Bytes of its payload."""
+        frame, wake = self._ring.put(self._cargo.unpacked(self._planned.popleft()), self._cargo.secret)
+        self._cargo.manifest.add(frame.digest, frame.size)
+        if wake:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the handoff over with it
+                self._loop.call_soon_threadsafe(self._on_wake)
+        return frame.size
 
     def _on_wake(self) -> None:
         self._wake = True

@@ -99,7 +99,7 @@ class HandoffSender:
         self._grant: asyncio.Future[Grant] = self._loop.create_future()
         self._logits: Logits | None = None
         self._granted_at = 0.0
-        self._started = self._committed = self._acknowledged = False
+        self._started = self._offered = self._committed = self._acknowledged = False
 
     def computed(self, layer: int, tokens: Range) -> None:
         """Thread-safe. Every plane of `layer` is final in the source for `tokens`."""
@@ -173,6 +173,7 @@ class HandoffSender:
         if self._logits_only or not on_this_machine(self._ticket.endpoints):
             return None
         self._ring = self._transport.take_ring(self._ticket.secret, *self._outbox.sizes(self._cargo.max_payload_bytes))
+        self._offered = self._ring is not None
         return None if self._ring is None else self._ring.offer
 
     async def _wait_for_logits(self) -> Logits:
@@ -197,8 +198,8 @@ class HandoffSender:
         return ack
 
     def _on_release(self, release: Release) -> None:
-        """How many frames are done stands in shared memory; this is only to say that it was looked for."""
-        if self._ring is None or release.frames > self._ring.packed:
+        """With a queue, how many frames are done stands there, and this only says that it is time to look."""
+        if not self._offered or (self._ring is None and release.frames > self._manifest.frames):
             raise unexpected(release, "no more frames to be released than were sent")
         self._cargo.changed.set()
 

@@ -76,7 +76,7 @@ class Ring:
             whole: bytes of all payloads that will come.
         """
         slot_bytes = -(-largest_payload // _PAGE) * _PAGE
-        slots = max(2, min(_MAX_SLOTS, min(_RING_BYTES, whole) // slot_bytes))
+        slots = _slots(min(_RING_BYTES, whole), slot_bytes)
         self._size = _PAYLOADS + slots * slot_bytes
         self._fd = os.memfd_create("pdserve-handoff", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -88,7 +88,7 @@ class Ring:
         except OSError:
             os.close(self._fd)
             raise
-        self.queue = Queue(self._memory, _MAX_SLOTS)
+        self.queue = Queue.of_sender(self._memory, _MAX_SLOTS)
         self.slots = self.packed = 0
         self._room = memoryview(bytearray())
         self.offer = SharedMemory(os.getpid(), self._fd, self._size, _MAX_SLOTS)
@@ -97,7 +97,7 @@ class Ring:
         """Makes it ready for a handoff with a ticket of `secret`, if it is large enough for that."""
         self._slot_bytes = -(-largest_payload // _PAGE) * _PAGE
         self.slots = min(_MAX_SLOTS, (self._size - _PAYLOADS) // self._slot_bytes)
-        if self._memory is None or self.slots < 2 or self.slots * self._slot_bytes < min(whole, _RING_BYTES // 2):
+        if self._memory is None or self.slots < _slots(min(_RING_BYTES // 2, whole), self._slot_bytes):
             return False
         self.packed = 0
         self.queue.begin()
@@ -133,6 +133,10 @@ class Ring:
             os.close(self._fd)
 
 
+def _slots(size: int, slot_bytes: int) -> int:
+    return max(2, min(_MAX_SLOTS, size // slot_bytes))
+
+
 class Shared:
     """A sender's memory, as its receiver reads it. Threads may read; `close` when none does any more."""
 
@@ -140,7 +144,7 @@ class Shared:
         self._memory = memory
         self._view = memoryview(memory)
         self._size = len(memory)
-        self.queue = Queue(self._view, entries) if entries else None
+        self.queue = Queue.of_receiver(self._view, entries) if entries else None
 
     @classmethod
     def open(cls, offer: SharedMemory, secret: bytes) -> Shared:

@@ -22,6 +22,8 @@ from pdserve.telemetry.exporter import PATH, MetricsPage
 from pdserve.telemetry.metrics import Families
 from router.outcomes import BOUNDS, Outcomes
 from router.pool import Pool
+from router.shared_quotas import QuotaShare
+from router.sharing import Sharing
 
 if TYPE_CHECKING:
     from router.app import Router
@@ -44,6 +46,7 @@ class RouterCollector(Collector):
         ends: dict[Labels, float] = {(name,): certificate(name, tls).not_after_s for name, tls in listeners.items()}
         yield make.gauge("certificate_not_after_seconds", CERTIFICATE_ENDS, ends, ("listener",))
         yield from self._of_pool(router.pool)
+        yield from self._of_sharing(router.sharing, router.quota_sharing)
         yield from self._of_requests(router.orchestrator.outcomes, router.orchestrator.active)
         yield from self._of_placement(router.orchestrator.outcomes)
 
@@ -60,6 +63,14 @@ class RouterCollector(Collector):
         yield make.gauge("workers", "Workers that this router knows", workers, ("pool", "state"))
         models: dict[Labels, float] = {(name,): float(bool(pool.verdict(name).matches)) for name in pool.models()}
         yield make.gauge("model_ready", "1 while a pair of workers fits for the model", models, ("model",))
+
+    def _of_sharing(self, prefixes: Sharing | None, limits: QuotaShare | None) -> Iterator[Metric]:
+        make = self._families
+        troubled = any(share is not None and share.warning for share in (prefixes, limits))
+        works = "0 while this router cannot exchange with others on its Redis: where prompts went, what tenants used"
+        yield make.gauge("sharing_up", works, float(not troubled))
+        odd = "What was read where routers tell each other of limits, and no router wrote"
+        yield make.counter("sharing_ignored_total", odd, 0 if limits is None else limits.ignored)
 
     def _of_requests(self, outcomes: Outcomes, active: int) -> Iterator[Metric]:
         make, told = self._families, outcomes.traffic

@@ -48,9 +48,6 @@ class ToolUse:
         if not (self.required or self.strict):
             return sampling
         start = form.rules(mark, self.several) if self.required else form.free_rules(mark)
-        if start is None:
-            problem = "calls of this model are only strict where they are required"
-            raise refused("tools", problem, "leave out strict, or set tool_choice", "STRICT_TOOLS")
         calls = [f"call{n}: {form.call_rule(function, mark)}" for n, function in enumerate(self.functions)]
         grammar = "\n".join((start, "call: " + " | ".join(f"call{n}" for n in range(len(calls))), *calls))
         if len(grammar.encode()) > MAX_GRAMMAR_BYTES:

@@ -136,11 +136,10 @@ class Orchestrator:
             account.end("CANCELLED")
             raise
         finally:
-            account.close()
+            self._recent.end(account, account.close())
             refusal = None if account.attempts else account.error
             took_s = account.ended_at - request.received
             self.outcomes.traffic.ended(request, account.outcome, refusal, account.output_tokens, took_s)
-            self._recent.end(account)
 
     async def _in_time(self, account: Account, backlog: Backlog) -> None:
         """Turns the end of the deadline, and of this router, into errors."""

@@ -71,9 +71,9 @@ class Recent:
         began_s = time.time() - (time.monotonic() - account.request.received)
         self._running[account.request.id] = _Running(account, began_s)
 
-    def end(self, account: Account) -> None:
+    def end(self, account: Account, record: HandoffRecord) -> None:
+        """`record` is the account's last."""
         running = self._running.pop(account.request.id)
-        record = account.record()
         record = replace(record, notes=tuple(note[:_MAX_NOTE] for note in record.notes))
         self._keep(self._ended, KEPT, _seen(running, state_of(record.outcome), record))
 

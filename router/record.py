@@ -263,11 +263,13 @@ class Account:
             trace_id=self.trace.trace_id,
         )
 
-    def close(self) -> None:
-        """One structured line per request, and its spans."""
+    def close(self) -> HandoffRecord:
+        """One structured line per request, and its spans. Returns the record that they are made of."""
+        record = self.record()
         if log.isEnabledFor(logging.INFO):
-            log.info("request %s", Told({"label": self.request.label} | asdict(self.record())))
+            log.info("request %s", Told({"label": self.request.label} | asdict(record)))
         self.trace.end(self)
+        return record
 
 
 def ways(pair: Pair) -> tuple[object, ...]:

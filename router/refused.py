@@ -14,7 +14,7 @@ from pdserve.telemetry.traces import SERVER, Traces
 from router.request import Ask
 from router.tracing import operation
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("router.record")  # the same as of requests that were taken
 
 _MAX_DIFFERENCES = 32
 _MAX_TEXT = 1000  # characters

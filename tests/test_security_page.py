@@ -6,9 +6,20 @@ import ast
 import re
 from pathlib import Path
 
+from pdserve.rpc.tls import MAY_CALL
+
 ROOT = Path(__file__).parent.parent
 LINE = re.compile(r"^\| (?P<threat>.+?) \| (?P<answer>.+?) \| (?P<tests>`tests/.+`) \|$", re.MULTILINE)
+ROLE = re.compile(r"^\| `(\w+)\.pdserve` \| (.+?) \|$", re.MULTILINE)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def test_the_table_of_roles_is_the_programs() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    told = {role: set(services.split(", ")) for role, services in ROLE.findall(page)}
+    services = {service.rpartition(".")[2]: roles for service, roles in MAY_CALL.items()}
+    assert told == {role: {name for name, roles in services.items() if role in roles} for role in told}
+    assert set(told) == set.union(*map(set, MAY_CALL.values()))
 
 
 def test_every_threat_has_a_test_that_exists() -> None:

@@ -45,6 +45,8 @@ def up(
         stopping = stop_on_signals()
         where = f"gRPC {deployment.gateway}, OpenAI http://{deployment.http}/v1"
         err.print(f"ready: {where}, model {deployment.model}", style="green", markup=False)
+        scheme = "https" if settings.router.rpc.tls.enabled else "http"
+        err.print(f"watch: {scheme}://{deployment.http}/ui, or `pdserve top`", highlight=False)
         err.print("stop with Ctrl-C or `pdserve down`", highlight=False)
         deployment.wait(stopping)
         err.print("stopping: requests in flight may finish")

@@ -14,6 +14,7 @@ from pdserve.cli.ray_errors import pool_failure
 from pdserve.cli.resources import check_all, check_replicas
 from pdserve.config import Config, PoolSettings
 from pdserve.errors import ConfigError, Unavailable
+from pdserve.rpc.settings import is_loopback
 from pdserve.scaling.plan import Plan
 
 Say = Callable[[str], None]
@@ -32,7 +33,9 @@ LOCAL_RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 def attach(address: str) -> None:
     """Connects to a running cluster; "auto" is the one of this machine. Raises Unavailable."""
-    _set_environment(RAY_ENVIRONMENT)
+    # A cluster on loopback is reached there and nowhere else: Ray would take this machine's other address instead.
+    local = LOCAL_RAY_ENVIRONMENT if is_loopback(address.rpartition(":")[0]) else {}
+    _set_environment(RAY_ENVIRONMENT | local)
     import ray
 
     try:

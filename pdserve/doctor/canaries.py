@@ -16,8 +16,8 @@ from pdserve.doctor.observed import Observed, Song
 from pdserve.doctor.ways import DECODE, NEVER, of_one_model, working
 from pdserve.errors import DataLoss, PdserveError
 
-# What rounding may move a log probability by: twice the engine's tolerance, of logits up to about 40.
-MARGINS = {"float64": 1e-9, "fp32": 2e-3, "fp16": 0.8, "bf16": 4.8, "int8": 4.8}
+# What rounding may move a log probability by: twice the engine's tolerance for the dtype, of logits up to about 16.
+MARGINS = {"float64": 4e-10, "fp32": 7e-4, "fp16": 0.32, "bf16": 2.0, "int8": 2.0}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from dataclasses import replace
 
 from pdserve.cluster.notes import Notes
@@ -19,7 +20,7 @@ class RouterReplica:
 
     async def __init__(self, settings: RouterSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         listen_where_ray_does()
-        logs.configure(settings.telemetry, "router")
+        logs.configure(settings.telemetry, "router", stream=sys.__stderr__)  # see worker_replica.py
         self._router = Router(
             replace(settings, host=node_host(settings.host), http_host=node_host(settings.http_interface))
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from dataclasses import replace
 
 from ray import serve
@@ -33,7 +34,8 @@ class WorkerReplica:
         listen_where_ray_does()
         ports = Ports(port_range(config.pools.ports))
         settings = _settings(role, config, ports)
-        logs.configure(settings.telemetry, role, settings.worker_id)
+        # The process's own: what stands in its place in a replica can be Serve's, which drops our lines.
+        logs.configure(settings.telemetry, role, settings.worker_id, stream=sys.__stderr__)
         self._grace_s = settings.grace_s
         self._registry = _registry(settings, config.pools.ready_timeout_s)
         self._worker: PrefillWorker | DecodeWorker = (

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from pdserve.errors import Exhausted, Incompatible, Internal, PdserveError, Refused, Unavailable
+from pdserve.errors import Cancelled, Exhausted, Incompatible, Internal, PdserveError, Refused, Unavailable
 
 MAX_SERIES = 200
 OTHER = "other"
@@ -58,9 +58,11 @@ class Refusals(Counts):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts what is raised inside, and lets it pass."""
+        """Counts what is raised inside, and lets it pass. Who has gone away was not refused."""
         try:
             yield
+        except Cancelled:
+            raise
         except PdserveError as error:
             self.count(error)
             raise

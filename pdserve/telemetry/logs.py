@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 from pdserve.errors import InvalidRequest, PdserveError
 from pdserve.telemetry.context import Scope, current
@@ -50,17 +50,26 @@ def about(scope: Scope) -> dict[str, Any]:
     return {"scope": scope}
 
 
-def configure(settings: TelemetrySettings, part: str, worker: str = "", *, level: str = "", style: str = "") -> None:
+def configure(
+    settings: TelemetrySettings,
+    part: str,
+    worker: str = "",
+    *,
+    level: str = "",
+    style: str = "",
+    stream: TextIO | None = None,
+) -> None:
     """Sets up this process's root logger, in place of what was set up here before.
 
     Args:
         part: router, prefill or decode; with `worker` named in JSON lines that belong to no request.
         level, style: win over the settings, where given.
+        stream: where lines go; None: standard error.
     """
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h.formatter, (TextLines, JsonLines))]:
         root.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream or sys.stderr)
     json_lines = (style or settings.log_format) == JSON
     handler.setFormatter(JsonLines(part, worker) if json_lines else TextLines())
     root.addHandler(handler)

@@ -95,7 +95,7 @@ class Traces:
         try:
             self._open()
         except ImportError:
-            self._refuse("the exporter is not installed", "pip install 'pdserve[tracing]'")
+            self._refuse("the exporter is not installed", "pip install opentelemetry-exporter-otlp-proto-grpc")
         except Exception as error:  # noqa: BLE001  # a variable of the SDK that it cannot read, or a certificate
             self._refuse(f"the exporter cannot be made: {error}", "correct the OTEL_ variables, or unset them")
 

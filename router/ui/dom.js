@@ -63,8 +63,7 @@ export function table(heads, kind = false) {
 }
 
 export function differences(found) {
-  const row = (d) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, d.code)), h("td", {}, d.left), h("td", {}, d.right),
-    h("td", { class: "quiet" }, d.kind.replace("_", " ")));
-  const head = ["field", "prefill", "decode", ""].map((name) => h("th", { scope: "col" }, name));
+  const row = (d) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, d.code), " ", h("small", {}, d.kind.replace("_", " "))), h("td", {}, d.left), h("td", {}, d.right));
+  const head = ["field", "prefill", "decode"].map((name) => h("th", { scope: "col" }, name));
   return h("table", { class: "differences" }, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...found.map(row)));
 }

@@ -116,5 +116,5 @@ export function showMatrix(matrix, about) {
   }
   get("reasons").hidden = !told.length;
   get("reasons").replaceChildren(...told.map(({ id, title, verdict, found }) => h("article", { id, tabindex: "-1" },
-    h("h2", {}, h("span", { class: "id" }, title), " ", h("span", { class: verdict === "refused" ? "bad" : "quiet" }, verdict)), differences(found))));
+    h("h3", {}, h("span", { class: "id" }, title), " ", h("span", { class: verdict === "refused" ? "bad" : "quiet" }, verdict)), differences(found))));
 }

@@ -12,6 +12,7 @@ import asyncio
 import sys
 
 from cache_transfer.contract import HandoffIdentity, Ticket
+from cache_transfer.rings import Rings
 from cache_transfer.sender import HandoffSender
 from cache_transfer.transport import GrpcTransport
 from cache_transfer.wire import identity_from_proto, identity_to_proto, ticket_from_proto, ticket_to_proto
@@ -47,7 +48,7 @@ async def send() -> None:
     address, ticket, identity = read_line(sys.stdin.readline())
     contract = make_contract()
     async with channel(address) as link:
-        transport = GrpcTransport(link, address, shares_memory=True)
+        transport = GrpcTransport(link, address, Rings())
         source = NumpySource(contract, TOKENS).fill(random_cache(contract, TOKENS))
         sender = HandoffSender(transport, ticket, identity, contract, source, logits_only=False, deadline_s=PLENTY_S)
         sender.computed(0, (0, TOKENS))

@@ -23,6 +23,7 @@ from cache_transfer.contract import (
 from cache_transfer.memory import MemoryTransport
 from cache_transfer.pages import KVSource, PageSink, Range
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
+from cache_transfer.rings import Rings
 from cache_transfer.sender import HandoffSender
 from cache_transfer.service import TransferService, register
 from cache_transfer.shared import endpoints_of
@@ -249,11 +250,12 @@ async def make_pair(
         server = Server()
         server.add(register, TransferService(receiver))
         address = await server.start()
-        link = channel(address)
+        link, rings = channel(address), Rings()
         try:
-            transport = GrpcTransport(link, address, shares_memory=kind == "shared")
+            transport = GrpcTransport(link, address, rings if kind == "shared" else None)
             yield Pair(sends, takes, host, book, clock, receiver, transport, address, server)
         finally:
+            rings.close()
             await link.close()
             await server.stop()
     finally:

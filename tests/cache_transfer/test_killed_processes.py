@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cache_transfer.rings import Rings
 from cache_transfer.sender import HandoffSender
 from cache_transfer.transport import RECEIVER_LOST, GrpcTransport
 from pdserve.errors import Cancelled, Unavailable
@@ -85,7 +86,7 @@ async def test_a_receiver_is_killed_while_it_reads() -> None:
         contract = make_contract()
         source = NumpySource(contract, TOKENS).fill(random_cache(contract, TOKENS))
         async with channel(address) as link:
-            transport = GrpcTransport(link, address, shares_memory=True)
+            transport = GrpcTransport(link, address, Rings())
             sender = HandoffSender(transport, ticket, identity, contract, source, logits_only=False, deadline_s=WAIT_S)
             running = asyncio.create_task(sender.run())
             sender.computed(0, (0, TOKENS))

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from cache_transfer.digests import frame_digest
 from cache_transfer.framing import FrameBuffer
-from cache_transfer.messages import MAX_FRAMES, Ack, Commit, Frame, Frames, Grant, Logits
+from cache_transfer.messages import MAX_FRAMES, Ack, Commit, Frame, Frames, Grant, Logits, Unpacked
 from cache_transfer.opening import make_opening
 from cache_transfer.push import decode_frame, decode_request, decode_response, encode_request, encode_response
-from cache_transfer.transport import Unpacked
 from pdserve.errors import Internal, InvalidRequest
 from pdserve.v1 import transfer_pb2 as pb
 from tests.cache_transfer.support import make_pair

@@ -11,8 +11,8 @@ import pytest
 
 from cache_transfer.allocator import keep_freed_frames
 from cache_transfer.codec import ITEM_BYTES
-from cache_transfer.intake import Intake
-from cache_transfer.messages import Frame, Frames, Grant, SharedFrames
+from cache_transfer.intake import FrameMessage, Intake
+from cache_transfer.messages import Frame, Grant, Queued
 from cache_transfer.opening import make_opening
 from tests.cache_transfer.pages import WAIT_S, DirectNumpySource, GatedSource, NumpySource
 from tests.cache_transfer.support import (
@@ -168,7 +168,8 @@ async def test_frames_come_together_as_far_as_the_grant_allows(
     sizes: set[int] = set()
     take = Intake.take
 
-    async def counted(self: Intake, message: Frame | Frames | SharedFrames) -> None:
+    async def counted(self: Intake, message: FrameMessage) -> None:
+        assert not isinstance(message, Queued)
         sizes.add(1 if isinstance(message, Frame) else len(message.frames))
         await take(self, message)
 

@@ -16,11 +16,11 @@ from blake3 import blake3
 
 from cache_transfer.codec import encode_header
 from cache_transfer.digests import frame_digest
-from cache_transfer.messages import FrameHeader, Grant, PackedFrames, SharedFrame, SharedFrames, SharedMemory
+from cache_transfer.messages import FrameHeader, Grant, PackedFrames, SharedFrame, SharedFrames, SharedMemory, Unpacked
 from cache_transfer.opening import make_opening
 from cache_transfer.receiver import ReceiverSettings
 from cache_transfer.shared import Ring, Shared
-from cache_transfer.transport import PushStream, Unpacked
+from cache_transfer.transport import PushStream
 from pdserve.errors import DataLoss, InvalidRequest, PdserveError
 from tests.cache_transfer.pages import WAIT_S
 from tests.cache_transfer.support import Pair, check_same, make_pair, random_cache
@@ -138,7 +138,7 @@ def test_memory_that_could_still_shrink_is_refused() -> None:
 
 
 def test_sealed_memory_cannot_be_truncated_under_its_reader() -> None:
-    ring = Ring(SECRET, 4096)
+    ring = Ring(4096)
     try:
         with pytest.raises(PermissionError):
             os.ftruncate(ring.offer.fd, 0)
@@ -222,14 +222,13 @@ async def test_shared_frames_without_an_agreement_are_out_of_order() -> None:
 
 async def test_what_is_changed_after_its_copy_does_not_reach_the_pages() -> None:
     """The receiver verifies its own copy: bytes changed later are not what it writes."""
-    ring = Ring(SECRET, 4096)
+    ring = Ring(4096)
     try:
+        assert ring.begin(SECRET, 4096, 1 << 20)
         shared = Shared.open(ring.offer, SECRET)
         try:
             frame = Unpacked(b"header", 16, lambda out: out.__setitem__(slice(None), b"a" * 16))
-            packed = ring.pack([frame], SECRET)
-            assert isinstance(packed.data, SharedFrames)
-            [placed] = packed.data.frames
+            placed, _ = ring.put(frame, SECRET)
             copy = shared.read(placed, memoryview(bytearray(16)))
             os.pwrite(ring.offer.fd, b"b" * 16, placed.offset)
             assert bytes(copy) == b"a" * 16

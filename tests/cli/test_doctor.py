@@ -6,18 +6,24 @@ import asyncio
 import json
 import signal
 import socket
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from pdserve.cli.main import app
 from pdserve.client.status import Worker
 from pdserve.doctor.ask import doctor as asks_of
 from pdserve.doctor.canaries import choose, judge
+from pdserve.doctor.observed import Observed
+from pdserve.doctor.parts import adapters, clocks, disks, loads, versions, workers
+from pdserve.doctor.ways import certificates, registry
 from pdserve.registry.records import DECODE
 from pdserve.rpc.channel import channel
+from pdserve.rpc.self_report import Certificate
 from pdserve.rpc.settings import RpcSettings
 from pdserve.rpc.tls import OPERATOR
 from pdserve.v1 import operator_pb2, operator_pb2_grpc, worker_pb2
@@ -93,6 +99,7 @@ async def test_a_healthy_deployment_is_told_so_and_no_figure_of_its_router_moves
         )  # nothing was cached
         after = await made.client.status()
         assert after.placement == before.placement
+        assert not made.router.orchestrator.outcomes.traffic.requests.values
         assert made.router.canaries.counts == {"length": 4}
 
         code, out, err = await run(made.router.address, "--no-canary")
@@ -103,6 +110,27 @@ async def test_a_healthy_deployment_is_told_so_and_no_figure_of_its_router_moves
         few = await doctor(made.router.address, "--pairs", "2")
         assert few.code == 1 and {c["decode_worker"] for c in few.report["canaries"]} == {"d0", "d1"}
         assert "2 fitting pairs were not tried" in few.bad("canary")[0]["message"]
+
+
+async def test_decode_workers_that_compute_prompts_are_tried_without_a_prefill_worker() -> None:
+    async with stack(disaggregate="never") as made:
+        await made.add_decode()
+        said = await doctor(made.router.address)
+        assert said.code == 0 and set(said.well()) == set(CHECKS), said.report
+        (canary,) = said.report["canaries"]
+        assert (canary["prefill_worker"], canary["decode_worker"], canary["bytes_sent"]) == ("", "d0", 0)
+
+
+async def test_kernels_that_could_not_be_built_are_told_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with stack() as made:
+        await made.add_decode()
+        monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
+        monkeypatch.delenv("CXX", raising=False)
+        await made.add_prefill(engine(deterministic=False))
+        (plain,) = (await doctor(made.router.address, "--no-canary")).bad("kernels")
+        assert (plain["subject"], plain["level"]) == ("p0", "warning") and "without g++" in plain["message"]
 
 
 async def test_a_frozen_worker_is_a_finding_and_no_hang() -> None:
@@ -286,6 +314,53 @@ async def test_other_tokens_are_a_failure_beyond_what_rounding_can_do() -> None:
             near = replace(first, gaps=(9.0, 9.0, 9.0, gap, *(9.0 for _ in first.ids[4:])))
             (finding,) = judge(observed, choice, (near, replace(other, gaps=near.gaps)))
             assert finding.level == level and ("token 3" in finding.message) == (level == "failure")
+
+
+async def test_what_parts_report_becomes_a_finding_beyond_its_limit() -> None:
+    """One real observation, with one figure changed at a time."""
+    async with stack() as made:
+        await made.add_prefill()
+        await made.add_decode()
+        async with asks_of(made.router.address, RpcSettings(), "", 5.0) as asks:
+            seen = await asks.observe()
+
+    def with_worker(**changes: Any) -> Observed:
+        workers = tuple(replace(w, **changes) if w.worker_id == "d0" else w for w in seen.status.workers)
+        return replace(seen, status=replace(seen.status, workers=workers))
+
+    def with_probe(**changes: Any) -> Observed:
+        examined = seen.examined["d0"]
+        assert examined.probe is not None
+        changed = replace(examined, probe=replace(examined.probe, **changes))
+        return replace(seen, examined={**seen.examined, "d0": changed})
+
+    probe, load = seen.probes()["d0"], seen.status.workers[0].load
+    now = int(time.time())
+
+    def with_certificate(days: float, authority_days: float, *names: str) -> Observed:
+        ends = int(now + 86400 * days), int(now + 86400 * authority_days)
+        return with_probe(part=replace(probe.part, certificates=(Certificate("grpc", names, *ends),)))
+
+    cases = [
+        (versions, with_probe(part=replace(probe.part, version="0.0.9")), "warning", "d0 is of version 0.0.9"),
+        (clocks, with_probe(part=replace(probe.part, clock_ms=probe.part.clock_ms + 9000)), "warning", "9.0 s ahead"),
+        (clocks, with_probe(part=replace(probe.part, clock_ms=probe.part.clock_ms - 10**6)), "failure", "behind"),
+        (disks, with_probe(cache_free_bytes=1 << 20), "warning", "1 MiB"),
+        (loads, with_worker(load=replace(load, pages_held=load.pages_total)), "warning", "pages are held"),
+        (loads, with_worker(load=replace(load, waiting=load.waiting_limit)), "warning", "more requests are refused"),
+        (registry, with_worker(lease_left_s=0.5), "warning", "heartbeats come late"),
+        (registry, with_probe(registry_ms=900.0), "warning", "900 ms"),
+        (workers, with_worker(state="stalled"), "failure", "an engine step hangs"),
+        (workers, with_worker(state="draining"), "warning", "draining"),
+        (adapters, with_worker(adapters=(("legal", b"x" * 32),)), "warning", "none at p0"),
+        (certificates, with_certificate(-1, 100, "worker.pdserve"), "failure", "has ended"),
+        (certificates, with_certificate(100, 3, "worker.pdserve"), "warning", "authority ends in 3.0 days"),
+        (certificates, with_certificate(100, 100, "client.pdserve"), "failure", "not worker.DEPLOYMENT"),
+    ]
+    for check, observed, level, told in cases:
+        assert [finding.level for finding in check(seen)] == ["ok"]
+        (finding,) = check(observed)
+        assert finding.level == level and told in finding.message and finding.remedy, finding
 
 
 def undetermined(worker: Worker) -> Worker:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from pdserve.cli.main import app
 from pdserve.errors import InvalidRequest

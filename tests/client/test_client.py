@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from pdserve.client import (
     Finish,
     HandoffRecord,
     Tokens,
+    ToolCall,
     Usage,
 )
 from pdserve.errors import (
@@ -129,6 +131,26 @@ async def test_complete_puts_the_answer_together(ask: Ask) -> None:
     assert answer == Completion(only.text, only.ids, FINISH, USAGE, ACCEPTED, RECORD, LOGPROBS, (only,))
 
 
+async def test_calls_are_put_together_from_their_parts_and_several_prompts_counted_each(ask: Ask) -> None:
+    parts = [pb.ToolCallPart(index=0, id="c1", name="f", arguments='{"a'), pb.ToolCallPart(index=0, arguments='": 1}')]
+    parts += [pb.ToolCallPart(index=1, id="c2", name="g", arguments="{}")]
+
+    async def generate(request: Any, context: Any) -> AsyncIterator[pb.GenerateEvent]:
+        for prompt in range(2):
+            yield message(Accepted("id", "tiny", 3, 7, prompt))
+        for n, part in enumerate(parts):
+            tokens = convert.tokens_to_proto(TokenBatch(n, (n,), b"", choice=1))
+            yield pb.GenerateEvent(tokens=tokens, tool_calls=[part])
+        for choice, reason in ((1, "tool_calls"), (0, "stop")):
+            yield message(Finish(reason, USAGE, choice=choice))
+
+    async with serving(ScriptedGateway(generate=generate)) as server:
+        answer = await ask(server.address, "complete", prompts=["a", [1, 2]])
+    assert answer.choices[1].tool_calls == (ToolCall("c1", "f", '{"a": 1}'), ToolCall("c2", "g", "{}"))
+    assert answer.tool_calls == () and answer.choices[1].finish.reason == "tool_calls"
+    assert answer.usage == Usage(2 * USAGE.prompt_tokens, 2 * USAGE.output_tokens, 2 * USAGE.cached_prompt_tokens)
+
+
 async def test_bytes_that_never_become_a_character_are_shown_as_one_mark(ask: Ask) -> None:
     async with serving(answering(ACCEPTED, TokenBatch(0, (1,), b"a\xf0\x9f"), FINISH)) as server:
         events = await ask(server.address, "generate", "x")
@@ -153,14 +175,40 @@ async def test_every_argument_reaches_the_server(ask: Ask) -> None:
             seed=0,
             max_tokens=5,
         )
-        await ask(server.address, "generate", messages=[{"role": "user", "content": "hi"}])
+        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "reasoning_content": "Hm."}]
+        await ask(
+            server.address,
+            "generate",
+            messages=said,
+            tools=[{"type": "function", "function": {"name": "f"}}],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            add_generation_prompt=False,
+            chat_template_kwargs={"enable_thinking": False},
+        )
         await ask(server.address, "generate", token_ids=[1, 2], sampling=SamplingParams(top_k=3))
-    text, chat, tokens = requests
+        named = {"type": "function", "function": {"name": "f"}}
+        await ask(server.address, "generate", messages=said, tool_choice=named, continue_final_message=True)
+        await ask(server.address, "generate", "a", echo=True, add_special_tokens=False)
+    text, chat, tokens, one, echoed = requests
+    assert (chat.chat.tool_mode, chat.chat.parallel_tool_calls, chat.chat.add_generation_prompt) == (
+        "required",
+        False,
+        False,
+    )
+    assert chat.chat.HasField("parallel_tool_calls") and not one.chat.HasField("parallel_tool_calls")
+    assert json.loads(chat.chat.tools_json)[0]["function"]["name"] == "f"
+    assert json.loads(chat.chat.variables_json) == {"enable_thinking": False}
+    assert chat.chat.messages[1].reasoning_content == "Hm."
+    assert one.chat.WhichOneof("tool_choice") == "tool_function" and one.chat.tool_function == "f"
+    assert one.chat.continue_final_message and not one.chat.HasField("add_generation_prompt")
+    assert echoed.echo and echoed.HasField("add_special_tokens") and not echoed.add_special_tokens
+    assert not text.echo and not text.HasField("add_special_tokens")
     assert (text.text, text.model, text.adapter, text.request_id, text.want_record) == ("hello", "m", "a", "mine", True)
     assert convert.sampling_from_proto(text.sampling) == SamplingParams(
         temperature=0.25, stop=("end",), stop_token_ids=(4,), logit_bias={3: -1.0}, seed=0, max_tokens=5
     )
-    assert [(m.role, m.content) for m in chat.chat.messages] == [("user", "hi")]
+    assert [(m.role, m.content) for m in chat.chat.messages] == [("user", "hi"), ("assistant", "")]
     assert list(tokens.tokens.ids) == [1, 2]
     assert convert.sampling_from_proto(tokens.sampling) == SamplingParams(top_k=3)
 

@@ -14,6 +14,7 @@ import pytest
 
 from cache_transfer.contract import HandoffIdentity, Ticket
 from cache_transfer.messages import Outgoing, PackedFrames
+from cache_transfer.shared import Ring
 from cache_transfer.transport import PushStream
 from cache_transfer.wire import contract_to_proto, identity_from_proto, identity_to_proto, ticket_to_proto
 from decode_worker.admission import DecodeRequest
@@ -332,7 +333,12 @@ class Tamper:
     def __init__(self, r: Rig) -> None:
         self._whole = r.transport
         self.pack = r.transport.pack
-        self.shares_memory = False
+
+    def take_ring(self, secret: bytes, largest_payload: int, whole: int) -> None:
+        """Its payloads go over the stream."""
+
+    def give_ring_back(self, ring: Ring, *, unused: bool) -> None:
+        raise AssertionError("none was taken")
 
     def open(self, deadline_s: float) -> PushStream:
         stream = self._whole.open(deadline_s)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from cache_transfer.messages import PackedFrames
-from cache_transfer.transport import GrpcTransport, Unpacked
+from cache_transfer.messages import PackedFrames, Unpacked
+from cache_transfer.transport import GrpcTransport
 from cache_transfer.wire import contract_to_proto
 from pdserve.errors import DataLoss
 from pdserve.request import SamplingParams

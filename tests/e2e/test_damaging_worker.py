@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from cache_transfer.messages import PackedFrames
-from cache_transfer.transport import GrpcTransport, Unpacked
+from cache_transfer.messages import PackedFrames, Unpacked
+from cache_transfer.transport import GrpcTransport
 from pdserve.client.events import Event, Tokens
 from pdserve.errors import DataLoss
 from pdserve.request import SamplingParams

@@ -7,6 +7,7 @@ import os
 
 from cache_transfer import digests
 from cache_transfer.messages import SharedMemory
+from cache_transfer.shared_queue import ENTRY_BYTES, START
 from tests.cache_transfer.support import make_contract, make_identity
 
 CONTRACT = make_contract(layers=2, heads=2, head_dim=2)
@@ -31,6 +32,9 @@ WHOLE = frozenset(
 EXPECTED: dict[Cell, bytes] = {cell: bytes([cell[1], "kv".index(cell[0]), cell[2], cell[3]]) * 2 for cell in WHOLE}
 
 _memory: list[SharedMemory] = []
+ENTRIES = 8
+QUEUE_BYTES, SHIFT = MEMORY_BYTES + ENTRIES * ENTRY_BYTES, ENTRIES * ENTRY_BYTES
+_queue: list[SharedMemory] = []
 
 
 def memory() -> SharedMemory:
@@ -45,6 +49,20 @@ def memory() -> SharedMemory:
     return _memory[0]
 
 
+def queue() -> SharedMemory:
+    """The same with a queue, empty again: payloads lie `SHIFT` bytes further."""
+    if not _queue:
+        fd = os.memfd_create("fuzz-queue", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, QUEUE_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        _queue.append(SharedMemory(os.getpid(), fd, QUEUE_BYTES, ENTRIES))
+    fd = _queue[0].fd
+    os.pwrite(fd, bytes(START + SHIFT), 0)
+    os.pwrite(fd, digests.memory_proof(SECRET, QUEUE_BYTES), 0)
+    os.pwrite(fd, b"".join(payloads()), PAYLOADS_AT + SHIFT)
+    return _queue[0]
+
+
 def payloads() -> list[bytes]:
     """Of one frame for each plane of each layer, in order."""
     places = [(plane.name, layer, plane.heads) for layer, planes in enumerate(CONTRACT.planes) for plane in planes]
@@ -56,5 +74,6 @@ def payloads() -> list[bytes]:
 
 
 def forget_memory() -> None:
-    while _memory:
-        os.close(_memory.pop().fd)
+    for made in (_memory, _queue):
+        while made:
+            os.close(made.pop().fd)

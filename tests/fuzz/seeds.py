@@ -12,7 +12,7 @@ from tests.cache_transfer.by_hand import Requests, make_header, make_stream
 from tests.cache_transfer.pages import Array
 from tests.cache_transfer.support import INCARNATION
 from tests.fuzz.handoff import CONTRACT, EXPECTED, HANDOFF, IDENTITY, PAYLOADS_AT, SECRET, TOKENS
-from tests.fuzz.targets import SHARED, SIGNS, joined
+from tests.fuzz.targets import QUEUE, SHARED, SIGNS, joined
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -70,6 +70,8 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "together-signed": joined([messages[0], _together(requests), *messages[-2:]], SIGNS),
         "shared": joined([messages[0], *_shared(requests), *messages[-2:]], SHARED),
         "shared-signed": joined([messages[0], *_shared(requests), *messages[-2:]], SHARED | SIGNS),
+        "queue": joined([messages[0], *_shared(requests), *messages[-2:]], QUEUE),
+        "queue-signed": joined([messages[0], *_shared(requests), *messages[-2:]], QUEUE | SIGNS),
         "shared-not-agreed": joined([messages[0], *_shared(requests), *messages[-2:]], SIGNS),
     }
     pushes = {
@@ -77,6 +79,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "frame": messages[1],
         "frames": _together(requests),
         "shared": _shared(requests)[0],
+        "queued": pb.PushRequest(queued=pb.Queued(frames=4)).SerializeToString(),
         "logits": messages[-2],
         "commit": messages[-1],
     }

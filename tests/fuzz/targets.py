@@ -30,32 +30,37 @@ from cache_transfer.messages import (
     Frames,
     Logits,
     PushOpening,
+    Queued,
     Request,
     Response,
     SharedFrame,
     SharedFrames,
 )
 from cache_transfer.pages import PageSink, Range
-from cache_transfer.push import decode_request
+from cache_transfer.push import decode_request, encode_shared_frame
 from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
+from cache_transfer.shared_queue import ANNOUNCED, ENTRY_BYTES, START
 from cache_transfer.tickets import Claim, TicketBook
 from pdserve.errors import PdserveError
 from tests.cache_transfer.support import INCARNATION
 from tests.fuzz import handoff
 from tests.fuzz.handoff import (
     CONTRACT,
+    ENTRIES,
     EXPECTED,
     HANDOFF,
     IDENTITY,
     MAX_PAYLOAD_BYTES,
     MEMORY_BYTES,
     SECRET,
+    SHIFT,
     WHOLE,
     Cell,
     memory,
+    queue,
 )
 
-SIGNS, EARLY, SHARED = 1, 2, 4
+SIGNS, EARLY, SHARED, QUEUE = 1, 2, 4, 8
 
 
 class Found(Exception):
@@ -98,18 +103,23 @@ def joined(messages: list[bytes], flags: int = 0) -> bytes:
 
 def receive(data: bytes) -> None:
     flags = data[0] if data else 0
-    signs, early, shares = (bool(flags & flag) for flag in (SIGNS, EARLY, SHARED))
-    if outcome(messages_of(data[1:]), signs=signs, early=early, shares=shares) is None and early:
+    signs, early, shares, queues = (bool(flags & flag) for flag in (SIGNS, EARLY, SHARED, QUEUE))
+    if outcome(messages_of(data[1:]), signs=signs, early=early, shares=shares, queues=queues) is None and early:
         raise Found("a stream that did not wait for its grant was taken")
 
 
 def outcome(
-    messages: list[bytes], *, signs: bool = False, early: bool = False, shares: bool = False
+    messages: list[bytes],
+    *,
+    signs: bool = False,
+    early: bool = False,
+    shares: bool = False,
+    queues: bool = False,
 ) -> PdserveError | None:
     """How the receiver answers a stream; None: it was taken. Raises Found for what it must never do."""
     loop, receiver, host = _receiver()
     host.clear()
-    stream = _Stream(messages, signs=signs, early=early, shares=shares)
+    stream = _Stream(messages, signs=signs, early=early, shares=shares, queues=queues)
     try:
         loop.run_until_complete(receiver.receive(stream))
     except PdserveError as error:
@@ -120,9 +130,13 @@ def outcome(
 
 
 class _Stream:
-    def __init__(self, messages: list[bytes], *, signs: bool, early: bool, shares: bool) -> None:
+    """Args: `queues`: frames of `shared` messages go into a queue instead, of which a message tells."""
+
+    def __init__(self, messages: list[bytes], *, signs: bool, early: bool, shares: bool, queues: bool) -> None:
         self._messages = iter(messages)
-        self._offer = memory() if shares else None
+        self._queue = queue() if queues else None
+        self._queued = 0
+        self._offer = self._queue or (memory() if shares else None)
         self._early = early
         self._may_read = asyncio.Event()
         self._may_read.set()
@@ -140,8 +154,21 @@ class _Stream:
                 self._may_read.clear()
             if isinstance(read, PushOpening):
                 read = replace(read, shared=self._offer)
-            return self._signed(read) if self.signs else read
+            if self.signs:
+                read = self._signed(read)
+            return self._in_queue(read) if self._queue is not None and isinstance(read, SharedFrames) else read
         return None
+
+    def _in_queue(self, message: SharedFrames) -> Queued:
+        """What does not fit overwrites older entries, as a sender might that does not wait."""
+        assert self._queue is not None
+        for frame in message.frames:
+            data = encode_shared_frame(replace(frame, offset=min(frame.offset + SHIFT, 2**64 - 1)))
+            entry = (struct.pack("<I", len(data)) + data)[:ENTRY_BYTES]
+            os.pwrite(self._queue.fd, entry, START + self._queued % ENTRIES * ENTRY_BYTES)
+            self._queued += 1
+        os.pwrite(self._queue.fd, struct.pack("<Q", self._queued), 8 * ANNOUNCED)
+        return Queued(self._queued)
 
     async def write(self, message: Response) -> None:
         self.answers.append(message)
@@ -158,6 +185,8 @@ class _Stream:
                 return Frames(tuple(self._signed_frame(each) for each in message.frames))
             case SharedFrames():
                 return SharedFrames(tuple(self._signed_shared(each) for each in message.frames))
+            case Queued():
+                return message
             case Logits():
                 self._logits = digests.logits_digest(SECRET, message.dtype, message.position, message.data)
                 return replace(message, digest=self._logits)

@@ -49,7 +49,7 @@ def test_the_whole_stream_is_taken(flags: int) -> None:
     assert host.logits is not None and host.cells == EXPECTED
 
 
-@pytest.mark.parametrize("name", ["together", "together-signed", "shared", "shared-signed"])
+@pytest.mark.parametrize("name", ["together", "together-signed", "shared", "shared-signed", "queue", "queue-signed"])
 def test_frames_that_travel_in_another_way_are_taken_too(name: str) -> None:
     targets.receive(seeds()["receive"][name])
     host = targets._made[0][2]

@@ -232,6 +232,8 @@ def test_cert_manager_makes_every_secret_that_is_mounted(tmp_path: Path) -> None
     plain = render("plain")
     mounted = {secret for overlay in OVERLAYS for pod in pods(render(overlay)) for secret in mounted_secrets(pod)}
     assert mounted == set(made) - {"pdserve-client-tls", "pdserve-operator-tls"}, "people's own are in no pod"
+    (by_hand,) = re.findall(r"^for part in (.+); do$", (ROOT / "docs" / "deploy.md").read_text(), re.MULTILINE)
+    assert mounted == {f"pdserve-{part}-tls" for part in by_hand.split()}
     config = program.settings(plain, tmp_path, next(pod for pod in pods(plain) if pod.component == "router"))
     for secret, spec in made.items():
         role = secret.removeprefix("pdserve-").removesuffix("-tls")

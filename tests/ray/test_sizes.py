@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.deployment import Deployment
+from pdserve.cli.ray_pools import LOCAL_RAY_ENVIRONMENT
 from pdserve.client import AsyncClient, Completion, Finish
 from pdserve.cluster.notes import Notes
 from pdserve.config import Config, load_config
@@ -32,7 +34,8 @@ MOVE_S = 90.0  # a worker drains, another one imports torch and loads the model
 
 
 async def pdserve(*arguments: str) -> str:
-    """Runs the command; returns what it says."""
+    """Runs the command as from another shell; returns what it says."""
+    others = {name: value for name, value in os.environ.items() if name not in LOCAL_RAY_ENVIRONMENT}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -40,6 +43,7 @@ async def pdserve(*arguments: str) -> str:
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        env=others,
     )
     said, _ = await process.communicate()
     assert process.returncode == 0, said.decode()

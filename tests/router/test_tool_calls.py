@@ -218,6 +218,24 @@ async def test_the_grpc_gateway_takes_the_same_options(grpc_address: str, client
 
 
 @module_loop
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+async def test_a_call_that_has_to_come_comes_through_both_doors(
+    grpc_address: str, client: AsyncOpenAI, choice: Any
+) -> None:
+    """The model's weights are random: without the grammar there would be none."""
+    options: Any = {**ASK, "tools": TOOLS, "tool_choice": choice}
+    answer = await client.chat.completions.create(**options, parallel_tool_calls=False)
+    async with AsyncClient(grpc_address) as it:
+        ours = await it.complete(**options, parallel_tool_calls=False)
+    for found in (answer.choices[0].message.tool_calls or []), ours.tool_calls:
+        (call,) = [getattr(call, "function", call) for call in found]
+        (tool,) = [t for t in TOOLS if t["function"]["name"] == call.name]
+        jsonschema.validate(json.loads(call.arguments), tool["function"]["parameters"])
+        assert choice == "required" or call.name == "weather"
+    assert answer.choices[0].finish_reason == ours.finish.reason == "tool_calls" and not ours.text
+
+
+@module_loop
 async def test_variables_reach_the_template_and_cannot_take_its_own_names(address: str) -> None:
     async with httpx.AsyncClient(base_url=f"http://{address}") as http:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}

@@ -14,13 +14,11 @@ import torch
 from decode_worker.generation import Generation
 from decode_worker.grammar import Grammars
 from decode_worker.sampling import Choice, sample
-from pdserve.errors import InvalidRequest
 from pdserve.request import SamplingParams
 from pdserve.tokenizer import Tokenizer
 from router.openai_messages import NamedTool, tool_use
 from router.tool_formats import FORMATS, ToolFormat, format_of
 from router.tool_readers import Call, Reader
-from tests.router.support import VOCAB
 from tests.router.tools import (
     ARGS_TEMPLATE,
     GRANITE_TEMPLATE,
@@ -176,22 +174,33 @@ def test_required_calls_come_whatever_the_model_says_and_fit_their_parameters(
         assert choice != "named" or call.name == "weather"
 
 
-def test_strict_arguments_leave_the_text_around_free() -> None:
-    tokenizer = Tokenizer(with_template(HERMES_TEMPLATE))
+SPOKEN = {  # up to the first argument
+    "hermes": 'Any text {"a": 1}, then <tool_call>\n{"name": "weather", "arguments": ',
+    "mistral": 'Any text [{"a": 1}], then [TOOL_CALLS][{"name": "weather", "arguments": ',
+    "granite": 'Any text [{"a": 1}], then <|tool_call|>[{"name": "weather", "arguments": ',
+    "args": "Any text [weather], then [TOOL_CALLS]weather[ARGS]",
+    "llama3": '{"name": "weather", "parameters": ',
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "template", "special"),
+    [*CASES, (MISTRAL, MISTRAL_TEMPLATE, ""), (ARGS, ARGS_TEMPLATE, ""), (LLAMA3, LLAMA3_TEMPLATE, "")],
+    ids=str,
+)
+def test_strict_arguments_leave_the_text_around_free(form: ToolFormat, template: str, special: str) -> None:
+    tokenizer = Tokenizer(with_template(template, special))
     strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
     use = tool_use(strict, "auto", None)
     assert use is not None
     params = use.adapt(tokenizer, SamplingParams(temperature=0, seed=0))
     assert params.grammar is not None
-    constraint = Grammars(tokenizer, VOCAB).start(params.grammar)
-    spoken = 'Any text {"a": 1}, then <tool_call>\n{"name": "weather", "arguments": {"city": "'
-    for token in tokenizer.encode(spoken):
-        assert constraint.allowed()[token]
-        constraint.advance(token)
-    for token in tokenizer.encode('Oslo", "days": '):
-        assert constraint.allowed()[token]
-        constraint.advance(token)
-    allowed = constraint.allowed()
-    assert allowed[tokenizer.encode("2")[0]] and not allowed[tokenizer.encode("7")[0]]
-    with pytest.raises(InvalidRequest, match="strict"):
-        use.adapt(Tokenizer(with_template(MISTRAL_TEMPLATE)), SamplingParams())
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    for text in (SPOKEN[form.name] + '{"city": "Oslo", "days": ', "I know: 20 degrees.\nAnd {more}"):
+        constraint = grammars.start(params.grammar)
+        for token in tokenizer.encode(text):
+            assert constraint.allowed()[token], (text, tokenizer.decode([token], skip_special_tokens=False))
+            constraint.advance(token)
+        allowed = constraint.allowed()
+        is_call = text.endswith('"days": ')
+        assert allowed[tokenizer.encode("2")[0]] and allowed[tokenizer.encode("7")[0]] == (not is_call)

@@ -100,6 +100,20 @@ async def test_a_server_must_be_what_the_caller_wanted(folder: Path, plays: str)
         assert isinstance(await ask(address, rpc_of(folder, CLIENT)), Unavailable)
 
 
+async def test_the_certificate_of_a_redis_is_no_role(tmp_path: Path) -> None:
+    """It has the names that Redis is reached by, addresses among them; nobody takes its holder for a part."""
+    folder = make_certificates(tmp_path, "--redis", "pdserve-redis", "--redis", "10.0.0.7")
+    read = x509.load_pem_x509_certificate((folder / "redis" / "tls.crt").read_bytes())
+    names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["pdserve-redis"]
+    assert [str(each) for each in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7"]
+    async with gateway(rpc_of(folder, ROUTER)) as address:
+        refused = await ask(address, rpc_of(folder, "redis"))
+        assert isinstance(refused, PermissionDenied) and refused.reason == "ROLE"
+    async with gateway(rpc_of(folder, "redis")) as address:
+        assert isinstance(await ask(address, rpc_of(folder, CLIENT)), Unavailable)
+
+
 async def test_a_name_of_another_deployment_is_no_role(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "both")
     make_certificates(tmp_path / "both", "--deployment", "other")
@@ -201,6 +215,23 @@ async def test_new_certificates_are_used_without_a_restart(tmp_path: Path) -> No
         ending.set()
         assert (await running).version == "old and good"
         await pool.close()
+
+
+async def test_a_mounted_secret_that_kubernetes_replaces_is_read_again(tmp_path: Path) -> None:
+    """The kubelet changes one link, to a folder with all of the new files; those that are named stay links into it."""
+    for version in ("old", "new"):
+        make_certificates(tmp_path / version)
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    (mount / "..data").symlink_to(tmp_path / "old" / ROUTER)
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        (mount / name).symlink_to(Path("..data") / name)
+    async with gateway(RpcSettings(tls=TlsSettings.of_folder(mount))) as address:
+        assert await ask(address, rpc_of(tmp_path / "old", CLIENT)) is None
+        (mount / "..data_tmp").symlink_to(tmp_path / "new" / ROUTER)
+        (mount / "..data_tmp").replace(mount / "..data")
+        assert await ask(address, rpc_of(tmp_path / "new", CLIENT)) is None
+        assert await ask(address, rpc_of(tmp_path / "old", CLIENT)) is not None
 
 
 async def test_a_damaged_file_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

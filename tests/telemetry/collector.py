@@ -62,7 +62,8 @@ class Collector(pb_grpc.TraceServiceServicer):
 def collecting() -> Iterator[Collector]:
     with ThreadPoolExecutor(2) as threads:
         server, made = grpc.server(threads), Collector()
-        pb_grpc.add_TraceServiceServicer_to_server(made, server)
+        add: Any = pb_grpc.add_TraceServiceServicer_to_server
+        add(made, server)
         made.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         try:

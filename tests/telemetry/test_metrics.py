@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker
-from pdserve.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.errors import Cancelled, ConfigError, InvalidRequest, Unavailable
 from pdserve.rpc.settings import RpcSettings
 from pdserve.rpc.tls import CLIENT, WORKER
 from pdserve.telemetry.counting import MAX_SERIES, OTHER, Counts, Histogram, Histograms, Refusals
@@ -126,7 +126,8 @@ async def test_what_is_exported_is_what_is_documented(busy: Observed) -> None:
 
 def table() -> dict[str, tuple[str, set[str], set[str]]]:
     """docs/observability.md: type, labels and parts of each metric."""
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|([^|]*)\| (\w+) \| .+ \|$", DOCS.read_text(), re.MULTILINE)
+    section = DOCS.read_text().partition("### All metrics")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|([^|]*)\| (\w+) \| .+ \|$", section, re.MULTILINE)
     assert len(rows) == len({row[0] for row in rows}) > 40
     return {
         name: (kind, set(re.findall(r"`(\w+)`", labels)), PARTS.get(part, {part})) for name, kind, labels, part in rows
@@ -215,6 +216,9 @@ async def test_a_callers_words_are_no_label() -> None:
     refusals.count(InvalidRequest("there is no such option", field="my secret", reason="UNKNOWN_FIELD"))
     refusals.count(Unavailable("no worker", field="model", reason="NO_WORKER"))
     assert refusals.values == {("UNKNOWN_FIELD", ""): 1, ("NO_WORKER", "model"): 1}
+    with pytest.raises(Cancelled), refusals.counting():
+        raise Cancelled("the client has gone")
+    assert len(refusals.values) == 2
 
 
 async def test_the_listener_answers_one_question_and_lets_nobody_stay() -> None:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import grpc
 import httpx
 import pytest
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, Unavailable
 from pdserve.request import SamplingParams
 from pdserve.rpc.convert import sampling_to_proto
 from pdserve.telemetry import traces as module
@@ -23,7 +24,7 @@ from pdserve.telemetry.traces import Traces
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 from router.tenants import Tenant
 from tests.e2e.resuming import BUNDLE, lose, scene
-from tests.e2e.stack import MODEL, Stack, pair, pause, stack
+from tests.e2e.stack import MODEL, Stack, pair, pause, stack, streaming
 from tests.e2e.watched import WAIT_S, engine
 from tests.telemetry.collector import Collector, Seen, collecting
 
@@ -31,6 +32,7 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
 KEY, PROMPT = "sk-acme-0123456789abcdef", "the*planted*prompt*of*acme"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, seed=0, ignore_eos=True)
+Call = grpc.aio.UnaryStreamCall[gateway_pb2.GenerateRequest, gateway_pb2.GenerateEvent]
 SERVER, CLIENT = 2, 3  # SpanKind in opentelemetry.proto
 
 
@@ -116,7 +118,40 @@ async def test_a_request_that_moves_keeps_its_trace(collector: Collector) -> Non
     assert len(collector.named("placement")) == len(collector.named("receive")) == 2
 
 
-async def ask(made: Stack, *metadata: tuple[str, str], model: str = MODEL) -> grpc.aio.UnaryStreamCall:
+async def test_another_prefill_worker_is_another_attempt_of_the_same_decode_span(collector: Collector) -> None:
+    first, second = engine(), engine()
+    async with stack() as made:
+        prefill = await made.add_prefill(first)
+        await made.add_decode()
+        with first.held():
+            task = asyncio.create_task(made.ask((1, 2, 3, 4, 5), GREEDY))
+            await asyncio.wait_for(first.inside.wait(), WAIT_S)
+            await made.add_prefill(second)
+            prefill.pipeline.end_all(Unavailable("ended by the test", reason="ENDED", field="here"))
+        answer = await asyncio.wait_for(task, WAIT_S)
+    assert answer.record is not None and answer.record.attempts == 2
+    before, after = sorted(collector.named("attempt"), key=lambda span: span.begun)
+    assert (before.failed, before.attributes["pdserve.error.field"], after.failed) == (True, "here", False)
+    assert (collector.below(before), collector.below(after)) == ({"prefill", "decode"}, {"prefill"})
+    broken, good = sorted(collector.named("prefill"), key=lambda span: span.begun)
+    assert broken.failed and not good.failed
+    assert {span.failed for span in collector.named("transfer")} == {True, False}
+    assert not collector.only("decode").failed
+    assert broken.attributes["pdserve.handoff_id"] == good.attributes["pdserve.handoff_id"]
+
+
+async def test_a_prompt_computed_at_decode_and_a_client_that_leaves(collector: Collector) -> None:
+    long = replace(GREEDY, max_tokens=100)
+    async with pair(disaggregate="never") as made, streaming(made, (1, 2, 3, 4, 5), long):
+        pass
+    request, decode = collector.only(f"text_completion {MODEL}"), collector.only("decode")
+    assert not request.failed and request.attributes["pdserve.outcome"] == "CANCELLED"
+    assert not decode.failed and collector.below(decode) == {"queue", "compute", "stream"}
+    assert collector.below(collector.only("attempt")) == {"decode"}
+    assert collector.only("placement").attributes["pdserve.placement"] == "decode"
+
+
+async def ask(made: Stack, *metadata: tuple[str, str], model: str = MODEL) -> Call:
     request = gateway_pb2.GenerateRequest(
         model=model,
         tokens=gateway_pb2.TokenPrompt(ids=(1, 2, 3)),
@@ -124,10 +159,11 @@ async def ask(made: Stack, *metadata: tuple[str, str], model: str = MODEL) -> gr
         want_record=True,
     )
     stub = gateway_pb2_grpc.GatewayStub(made.channels.get(made.router.address))
-    return stub.Generate(request, timeout=WAIT_S, metadata=metadata)
+    call: Call = stub.Generate(request, timeout=WAIT_S, metadata=metadata)
+    return call
 
 
-async def told_id(call: grpc.aio.UnaryStreamCall) -> str:
+async def told_id(call: Call) -> str:
     (found,) = [value for key, value in await call.trailing_metadata() if key == "x-request-id"]
     return str(found)
 
@@ -216,11 +252,12 @@ def test_an_exporter_that_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(ConfigError) as error:
         Traces(TelemetrySettings(otlp_endpoint="http://127.0.0.1:1"), "router").open()
-    assert error.value.field == "telemetry.otlp_endpoint" and "pdserve[tracing]" in error.value.remedy
+    assert error.value.field == "telemetry.otlp_endpoint"
+    assert error.value.remedy == "pip install opentelemetry-exporter-otlp-proto-grpc"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     asked_by_the_environment = Traces(TelemetrySettings(), "router")
     asked_by_the_environment.open()
-    assert not asked_by_the_environment.on and "pdserve[tracing]" in caplog.text
+    assert not asked_by_the_environment.on and "nothing is traced" in caplog.text
     with pytest.raises(ConfigError) as error:
         TelemetrySettings(otlp_endpoint="collector:4317").check()
     assert error.value.field == "telemetry.otlp_endpoint"

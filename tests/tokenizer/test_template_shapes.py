@@ -244,6 +244,17 @@ def test_an_answer_begun_ends_the_prompt_where_it_ends_for_transformers(
     assert list(ours.apply_chat(messages, continue_final_message=True, add_generation_prompt=False)) == ids
 
 
+def test_a_developer_is_a_system_except_for_templates_that_know_developers(
+    pair: tuple[Tokenizer, Any], tmp_path: Path
+) -> None:
+    ours, peer = pair
+    told, given = ([{**SYSTEM, "role": role}, ASKED] for role in ("developer", "system"))
+    ids = peer.apply_chat_template(given, return_dict=False, add_generation_prompt=True)
+    assert list(ours.apply_chat(told)) == ids
+    knows = "{% for m in messages %}{% if m.role == 'developer' %}D{% else %}{{ m.role }}{% endif %}{% endfor %}"
+    assert tokenizer_of(tmp_path, byte_level(), {"chat_template": knows}).render_chat(told) == "Duser"
+
+
 def test_switches_reach_the_template(pair: tuple[Tokenizer, Any]) -> None:
     ours, peer = pair
     switches = {"enable_thinking": False, "date_string": "2 Feb 2031"}

@@ -11,10 +11,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page, ViewportSize, async_playwright
 
 WAIT_MS = 10_000
-DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+DESK: ViewportSize = {"width": 1280, "height": 900}
+PHONE: ViewportSize = {"width": 360, "height": 740}
 
 
 def chromium_path() -> str:
@@ -31,7 +32,7 @@ async def chromium() -> AsyncIterator[Browser]:
     path = chromium_path()
     async with async_playwright() as playwright:
         # Root may not use Chromium's sandbox; it only ever opens our own page here.
-        browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-lcd-text"])
         try:
             yield browser
         finally:

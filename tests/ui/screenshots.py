@@ -15,7 +15,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.async_api import Page, expect
+from playwright.async_api import Locator, Page, ViewportSize, expect
 
 from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker
@@ -30,12 +30,14 @@ from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from router.app import Router
 from router.request import Ask, TextPrompt
+from tests.e2e.stack import pause
 from tests.router.support import House, router_settings
-from tests.ui.browser import DESK, PHONE, chromium, opened
+from tests.ui.browser import PHONE, chromium, opened
 
 MODEL = "smollm2"
-WARM_S, AT_ONCE = 40.0, 3
+WARM_S, AT_ONCE = 60.0, 2
 MAX_BYTES = 150_000
+SIZE: ViewportSize = {"width": 1180, "height": 800}
 SUBJECTS = ("tides", "lighthouses", "rye bread", "the abacus", "glaciers", "letterpress", "bees", "canals")
 REGISTRY = RegistrySettings(lease_s=60.0, heartbeat_s=0.5, timeout_s=2.0)
 
@@ -75,30 +77,32 @@ async def traffic(made: House, rng: random.Random) -> None:
         about = ", ".join(rng.sample(SUBJECTS, rng.randrange(1, 6)))
         prompt = TextPrompt(f"A long and careful essay about {about}. " * rng.randrange(1, 14))
         params = SamplingParams(temperature=0.7, max_tokens=rng.randrange(8, 72))
-        with contextlib.suppress(PdserveError):
+        try:
             request = await made.router.intake.take(Ask(prompt, params, label=rng.choice(SUBJECTS)))
             async with aclosing(made.router.orchestrator.generate(request)) as events:
                 left = 6 if rng.random() < 0.06 else 1 << 30  # a client that goes away
                 async for _ in events:
                     if not (left := left - 1):
                         break
+        except PdserveError as error:
+            print(error)  # noqa: T201
+            await pause(1.0)
 
 
-async def take(page: Page, folder: Path, name: str) -> None:
-    await page.screenshot(path=folder / f"{name}.png")
+async def take(what: Page | Locator, folder: Path, name: str) -> None:
+    await what.screenshot(path=folder / f"{name}.png")
     size = (folder / f"{name}.png").stat().st_size
     print(f"{name}.png {size:,} bytes")  # noqa: T201
     assert size < MAX_BYTES
 
 
 async def main(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     async with deployment() as made, chromium() as browser:
         callers = [asyncio.create_task(traffic(made, random.Random(number))) for number in range(AT_ONCE)]
         try:
-            async with opened(browser, made.router.http_address, color_scheme="light") as page:
+            async with opened(browser, made.router.http_address, viewport=SIZE, color_scheme="light") as page:
                 await asyncio.wait(callers, timeout=WARM_S / 2)
-                await made.add_ghost("prefill-c", PREFILL)
+                await made.add_ghost("prefill-c", PREFILL, model=MODEL)
                 with contextlib.suppress(PdserveError):
                     await made.router.intake.take(Ask(TextPrompt("hello"), SamplingParams(), model="smollm3"))
                 await asyncio.wait(callers, timeout=WARM_S / 2)
@@ -106,13 +110,17 @@ async def main(folder: Path) -> None:
                 row = page.locator("#list tbody tr").filter(has_text="attempts").first
                 await row.get_by_role("button").click()
                 await expect(page.get_by_role("dialog")).to_contain_text("What it took")
-                await take(page, folder, "ui-decision")
+                await take(page.get_by_role("dialog"), folder, "ui-decision")
                 await page.keyboard.press("Escape")
                 await page.emulate_media(color_scheme="dark")
+                await page.mouse.move(0, 0)
+                await page.evaluate(
+                    "document.activeElement.blur(), document.getElementById('requests').scrollIntoView()"
+                )
                 await take(page, folder, "ui-dark")
                 await page.set_viewport_size(PHONE)
+                await page.evaluate("scrollTo(0, 0)")
                 await take(page, folder, "ui-phone")
-                await page.set_viewport_size(DESK)
         finally:
             for caller in callers:
                 caller.cancel()
@@ -120,4 +128,5 @@ async def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
     asyncio.run(main(Path(sys.argv[1])))

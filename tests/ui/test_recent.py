@@ -38,7 +38,7 @@ def test_only_the_last_ones_are_kept_and_nothing_of_their_accounts() -> None:
         recent.begin(account)
         assert recent.find(f"r{number}").state == "running"  # type: ignore[union-attr]
         account.end("stop")
-        recent.end(account)
+        recent.end(account, account.record())
     del account
     gc.collect()
     assert not [one for one in accounts if one() is not None]
@@ -53,7 +53,7 @@ def test_refusals_have_a_bound_of_their_own_and_drive_nothing_out() -> None:
     account = Account(request("kept"))
     recent.begin(account)
     account.end("INTERNAL")
-    recent.end(account)
+    recent.end(account, account.record())
     for _ in range(KEPT_REFUSALS + KEPT):
         recent.refused(Ask(TextPrompt(SECRET), SamplingParams()), "t", Unavailable("no worker", reason="NO_WORKER"))
     told = recent.latest(1000)

@@ -19,7 +19,18 @@ import asyncio
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cache_transfer.messages import Ack, Commit, Frame, Frames, Grant, Logits, PackedFrames, PushOpening, SharedFrames
+from cache_transfer.messages import (
+    Ack,
+    Commit,
+    Frame,
+    Frames,
+    Grant,
+    Logits,
+    PackedFrames,
+    PushOpening,
+    Queued,
+    SharedFrames,
+)
 from cache_transfer.receiver import Receiver
 from cache_transfer.transport import GrpcTransport
 from decode_worker import service as decode_service
@@ -146,6 +157,10 @@ class _Wrapper:
         """Either side of a push: one of its messages on the way to the receiver."""
         if isinstance(message, PushOpening):
             await self._reach(Step.OPEN)
+        elif isinstance(message, Queued):  # of frames that may be some by now, and more come
+            before, self._frames = self._frames, SOME_FRAMES
+            if before < SOME_FRAMES:
+                await self._reach(Step.MID_FRAMES)
         elif isinstance(message, Frame | Frames | PackedFrames | SharedFrames):
             before = self._frames
             self._frames += 1 if isinstance(message, Frame) else len(message.frames)
