@@ -71,7 +71,8 @@ class Choice:
     handoff_s: float = 0.0
     here_s: float = 0.0
     penalty_s: float = 0.0  # what the latter was held to cost the streams there
-    wait_s: float = 0.0  # before others' prompts, on the way that was chosen
+    wait_s: float = 0.0  # for others' prompts, on the way that was chosen
+    queue_s: float = 0.0  # to compute all that waits there
     measured: bool = False  # the prediction of the way that was chosen is made of rates, not of guesses
 
 

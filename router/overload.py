@@ -5,9 +5,9 @@ and both are foreseen in seconds: the first from the rates that workers publish 
 how long streams lasted lately. If either is above `max_wait_s`, the request is refused, and told when what waits now
 will be done.
 
-Where there are several tenants, what one of them has waiting at a worker may be as much as is left to `max_wait_s`, or
-to the worker's queue, and no more: the dynamic threshold that quotas.py has for places. Whoever floods the router alone
-gets half, and others find the other half; who has nothing there is refused last.
+Where there are several tenants, what one of them has waiting at a worker, long prompts and short ones together, may be
+as much as is left to `max_wait_s`, or to the worker's queue, and no more: the dynamic threshold that quotas.py has for
+places. Whoever floods the router alone gets half, others find the other half, who has nothing there is refused last.
 
 Nothing is refused while it is not measured how long it would wait. A request that was taken is never refused here when
 it has to move to another pair.
@@ -47,20 +47,27 @@ class Overload:
         """Raises Exhausted (OVERLOADED) with the time to wait, for a request that has not been begun."""
         if not self._max_wait_s:
             return
-        prefill, decode = self._pool.load(pair.prefill), self._pool.load(pair.decode)
-        if pair.choice.measured:
+        choice = pair.choice
+        if choice.measured:
             part = self._pool.part(pair.prefill, request.tenant, lambda job: job.prompt_tokens)
-            self._check(pair.choice.wait_s, _filled(prefill), part)
-        part = self._pool.part(pair.decode, request.tenant, stream_count)
-        self._check(place_wait_s(decode, self._stream_s), _filled(decode), part)
+            self._check(choice.wait_s, choice.queue_s, self._pool.load(pair.prefill), part)
+        decode = self._pool.load(pair.decode)
+        wait_s = place_wait_s(decode, self._stream_s)
+        self._check(wait_s, wait_s, decode, self._pool.part(pair.decode, request.tenant, stream_count))
 
-    def _check(self, wait_s: float, filled: float, part: float) -> None:
-        """Args: `filled`: how much of the worker's queue is; `part`: how much of what waits is this tenant's."""
+    def _check(self, wait_s: float, queue_s: float, load: Load, part: float) -> None:
+        """One of the two waits at a worker.
+
+        Args:
+            wait_s: of this request.
+            queue_s: of one that all others go before.
+            part: how much of what waits is this tenant's.
+        """
         if wait_s > self._max_wait_s:
             raise overloaded(f"it would wait {wait_s:.1f} s for others", wait_s)
-        full = max(wait_s / self._max_wait_s, filled)
+        full = max(queue_s / self._max_wait_s, _filled(load))
         if self._several and full * part > 1 - full:
-            raise overloaded(f"it would wait {wait_s:.1f} s, most of it for others with the same key", wait_s)
+            raise overloaded(f"requests with the same key wait, for {queue_s:.1f} s with others", queue_s)
 
 
 def _filled(load: Load) -> float:

@@ -183,6 +183,7 @@ def _chosen(pair: Pair | None, reason: str, handoff: Forecast | None, local: For
         here_s=min(local.first_token_s, MAX_COST) if local else 0.0,
         penalty_s=local.penalty_s if local else 0.0,
         wait_s=mine.wait_s if mine is not None else 0.0,
+        queue_s=mine.queue_s if mine is not None else 0.0,
         measured=mine is not None and mine.measured,
     )
     return replace(pair, choice=choice)

@@ -78,6 +78,7 @@ class Forecast:
 
     first_token_s: float
     wait_s: float = 0.0  # of it, for others' prompts
+    queue_s: float = 0.0  # to compute all that waits there, longer prompts too
     penalty_s: float = 0.0  # to others, as if it were this request's own time
     measured: bool = True  # from rates, not from guesses
 
@@ -123,7 +124,9 @@ def by_handoff(prefill: Site, decode: Site, tokens: int, bytes_per_token: int) -
     first_s = wait_s + compute_s + transfer_s + max(decode.load.decode_step_ms / 2000, decode.running_s)
     if _full(prefill.load) or _full(decode.load):
         first_s = float("inf")
-    return Forecast(first_s, wait_s, alone_s * prefill.longer(tokens), measured=load.prefill_tokens_per_s > 0)
+    queue_s = load.queued_tokens * its_pace.token_s
+    penalty_s = alone_s * prefill.longer(tokens)
+    return Forecast(first_s, wait_s, queue_s, penalty_s, measured=load.prefill_tokens_per_s > 0)
 
 
 def at_decode(decode: Site, tokens: int, prefill_tokens_per_s: float = 0.0) -> Forecast:
@@ -144,7 +147,8 @@ def at_decode(decode: Site, tokens: int, prefill_tokens_per_s: float = 0.0) -> F
     wait_s, compute_s = _turn(decode, its_pace, load.queued_prefill_tokens, tokens, alone_s)
     penalty_s += alone_s * decode.longer(tokens)
     first_s = float("inf") if _full(load) else wait_s + compute_s + load.fixed_step_ms / 1000
-    return Forecast(first_s, wait_s, penalty_s, measured=load.prefill_tokens_per_s > 0)
+    queue_s = load.queued_prefill_tokens * its_pace.token_s
+    return Forecast(first_s, wait_s, queue_s, penalty_s, measured=load.prefill_tokens_per_s > 0)
 
 
 def bytes_per_token(contract: WorkerContract) -> int:

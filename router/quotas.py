@@ -83,7 +83,8 @@ class _Other:
 
     heard: float  # on this router's clock, when it was last read
     until: float  # so long its requests in flight count
-    said: Mapping[str, Usage]  # by tenant
+    running: Mapping[str, int]  # by tenant, of its last note
+    sums: Mapping[str, Usage]  # by tenant, as last told
 
 
 class Quotas:
@@ -143,9 +144,9 @@ class Quotas:
             account.count(0, min(0, run.output_tokens - output))
 
     def told(self) -> dict[str, Usage]:
-        """What other routers are to `learn`, by tenant."""
-        accounts = self._accounts.items()
-        return {name: each.usage() for name, each in accounts if each.tenant.limited and each.begun}
+        """What other routers are to `learn`, by tenant: of those who use something now."""
+        usages = ((name, each.usage()) for name, each in self._accounts.items() if each.tenant.limited and each.begun)
+        return {name: usage for name, usage in usages if usage.busy}
 
     def learn(self, router: bytes, said: Mapping[str, Usage], age_s: float = 0.0) -> None:
         """What another router `told` so long ago; `router` names one start of it."""
@@ -153,10 +154,11 @@ class Quotas:
         known = self._others.pop(router, None)
         said = {name: usage for name, usage in said.items() if name in self._accounts}
         for name, usage in said.items():
-            before = None if known is None else known.said.get(name, Usage())
+            before = None if known is None else known.sums.get(name, Usage())
             self._accounts[name].learn(usage, before, age_s)
-        before_it = {} if known is None else known.said
-        self._others[router] = _Other(now, now + REMEMBER_S - age_s, {**before_it, **said})
+        running = {name: usage.running for name, usage in said.items()}
+        sums = {**({} if known is None else known.sums), **said}
+        self._others[router] = _Other(now, now + REMEMBER_S - age_s, running, sums)
         others = list(self._others.items())[-MAX_OTHERS:]
         self._others = {name: other for name, other in others if other.heard > now - FORGET_S}
 
@@ -192,8 +194,7 @@ class Quotas:
     def _elsewhere(self, tenant: str) -> int:
         """Its requests in flight at other routers, of those that were heard of lately."""
         now = self._clock()
-        said = (other.said.get(tenant, Usage()) for other in self._others.values() if other.until > now)
-        return sum(usage.running for usage in said)
+        return sum(other.running.get(tenant, 0) for other in self._others.values() if other.until > now)
 
 
 def _exhausted(reason: str, problem: str, limit: str, wait_s: float = 1.0) -> Exhausted:

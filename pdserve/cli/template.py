@@ -62,9 +62,9 @@ def _section(name: str, cls: type, about: str) -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> the string literal that follows it in the class body."""
+    """Field name -> the string literal that follows it in the body of its class."""
+    docs = field_docs(cls.__base__) if cls.__base__ not in (None, object) else {}
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    docs: dict[str, str] = {}
     if isinstance(body, ast.ClassDef):
         for before, after in zip(body.body, body.body[1:], strict=False):
             if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):

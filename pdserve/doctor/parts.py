@@ -195,17 +195,18 @@ def disks(o: Observed) -> list[Finding]:
 
 def _silent(worker: Worker, error: PdserveError | None) -> Finding:
     name, address = worker.worker_id, worker.addresses[0] if worker.addresses else "?"
-    if error is not None and error.reason == OLDER:
+    if error is None:
+        return warning("worker", name, f"{name} has left while the doctor looked", "ask again")
+    if error.reason == OLDER:
         told, remedy = f"{name} is of an older version that cannot be examined", "update it"
         return warning("worker", name, told, remedy)
-    if error is not None and error.reason == "STALE_RECORD":
+    if error.reason == "STALE_RECORD":
         return failure("registry", name, f"the record of {name} is stale: {error.message}", error.remedy)
-    why = "it was not asked" if error is None else error.message
     if isinstance(error, DeadlineExceeded):
         remedy = "its process hangs or is frozen: see its log, then restart it"
     else:
         remedy = f"see whether its process lives and listens at {address}, and what stands between router and it"
-    return failure("worker", name, f"{name} does not answer the router: {why}", remedy)
+    return failure("worker", name, f"{name} does not answer the router: {error.message}", remedy)
 
 
 def _are(names: list[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from prometheus_client.registry import Collector
 
-from pdserve.registry.parts import Settings
+from pdserve.registry.worker_settings import CommonSettings
 from pdserve.rpc.settings import check_plaintext, is_loopback, join_address, split_address
 from pdserve.rpc.tls import OPERATOR, ROUTER, check_names, http_context
 from pdserve.telemetry.exporter import PATH, MetricsListener, MetricsPage
@@ -29,7 +29,7 @@ class WorkerMetrics:
         collector: what the page shows.
     """
 
-    def __init__(self, settings: Settings, collector: Collector) -> None:
+    def __init__(self, settings: CommonSettings, collector: Collector) -> None:
         self._settings = settings
         self._page = MetricsPage(collector)
         self._listener: MetricsListener | None = None
@@ -72,5 +72,5 @@ class WorkerMetrics:
         return join_address(host, self._port) if not is_loopback(host) or is_loopback(reached) else ""
 
 
-def interface(settings: Settings) -> str:
+def interface(settings: CommonSettings) -> str:
     return settings.metrics_host or settings.host

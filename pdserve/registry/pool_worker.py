@@ -31,11 +31,12 @@ from pdserve.registry.adapters import AdapterShelf, Readable
 from pdserve.registry.adapters import Store as AdapterStore
 from pdserve.registry.heartbeat import Heartbeat
 from pdserve.registry.metrics_page import WorkerMetrics
-from pdserve.registry.parts import Books, Requests, Settings, Steps
+from pdserve.registry.parts import Books, Requests, Steps
 from pdserve.registry.probe import Prober
 from pdserve.registry.records import DRAINING, PREFILL, READY, STALLED, STARTING, Load, Registry, WorkerRecord
 from pdserve.registry.trace import TracedRun
 from pdserve.registry.worker_service import KernelReport
+from pdserve.registry.worker_settings import CommonSettings
 from pdserve.rpc.background import Background
 from pdserve.rpc.server import Server
 from pdserve.telemetry.traces import Traces
@@ -65,7 +66,7 @@ class PoolWorker(ABC):
         model: str,
         contract: WorkerContract,
         bundle: bytes,
-        settings: Settings,
+        settings: CommonSettings,
         registry: Registry | None,
         thread: Steps,
         books: Books,

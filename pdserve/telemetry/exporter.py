@@ -6,8 +6,10 @@ A page has a registry of its own, never the library's global one: several parts 
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Callable
+from typing import cast
 
 import h11
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -15,6 +17,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pdserve.errors import ConfigError, PdserveError
+
+log = logging.getLogger(__name__)
 
 PATH = "/metrics"
 MAX_CONNECTIONS = 16
@@ -107,12 +111,12 @@ class _Exchange(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._timer = asyncio.get_running_loop().call_later(EXCHANGE_S, transport.abort)
+        # Under Ray it is uvloop's, which is one without being derived from it.
+        self._transport = cast(asyncio.Transport, transport)
+        self._timer = asyncio.get_running_loop().call_later(EXCHANGE_S, self.abort)
         self._others.add(self)
         if len(self._others) > MAX_CONNECTIONS:
-            transport.abort()
+            self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._others.discard(self)
@@ -145,7 +149,11 @@ class _Exchange(asyncio.Protocol):
         except PdserveError as error:
             return 403, f"{error}\n".encode(), "text/plain"
         accepts = [value.decode("latin-1") for name, value in request.headers if name == b"accept"]
-        return 200, *self._page.render(",".join(accepts))
+        try:
+            return 200, *self._page.render(",".join(accepts))
+        except Exception:
+            log.exception("the metrics page could not be made")
+            return 500, b"the page could not be made, see the log\n", "text/plain"
 
     def _names(self) -> frozenset[str]:
         certificate = (self._transport.get_extra_info("peercert") if self._transport else None) or {}

@@ -80,7 +80,7 @@ def test_their_deployments_are_configurations(tmp_path: Path) -> None:
     file.write_text(soak.config(tmp_path / "model", tmp_path / "adapters", TINY))
     read = load_config(file).router
     assert [tenant.name for tenant in read.tenants] == list(soak.KEYS) and read.operators == (soak.OPERATOR,)
-    file.write_text(overload.config(Namespace(quick=True, model=tmp_path, max_wait_s=2.5)))
+    file.write_text(overload.config(Namespace(quick=True, model=tmp_path, max_wait_s=2.5, max_batch=8)))
     assert load_config(file).router.max_wait_s == 2.5
     assert tomllib.loads(file.read_text())["engine"]["deterministic"]
 

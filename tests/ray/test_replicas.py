@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Sequence
 
+import httpx
 import pytest
 from ray import serve
 
@@ -41,6 +43,15 @@ async def test_sixteen_streams_equal_one_process(deployment: Deployment, baselin
     assert list(got) == expected(baseline, asked)
     assert sorted(w.role for w in workers) == ["decode", "decode", "prefill", "prefill"]
     assert all(w.load.steps > 0 for w in workers), "every replica took part"
+
+
+async def test_the_router_tells_prometheus_where_the_replicas_are(deployment: Deployment) -> None:
+    async with httpx.AsyncClient() as http:
+        found = (await http.get(f"http://{deployment.http}/metrics/targets")).json()
+        assert len({target["labels"]["worker"] for target in found}) == 4
+        pages = [(await http.get(f"http://{target['targets'][0]}/metrics")).text for target in found]
+    steps = [float(value) for page in pages for value in re.findall(r"^pdserve_engine_steps_total.* (.+)$", page, re.M)]
+    assert len(steps) == 4 and all(steps), "each of its own process, after the streams above"
 
 
 async def busy(*workers: Worker) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from openai import AsyncOpenAI
 
 from pdserve.tokenizer import Tokenizer
@@ -19,8 +20,8 @@ SAID: dict[str, Any] = {"role": "assistant", "content": "It"}
 RULE: dict[str, Any] = {"role": "system", "content": "Be brief."}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 PLAIN: dict[str, dict[str, Any]] = {
-    CHAT: {"model": MODEL, "messages": [USER], "temperature": 0, "max_tokens": 4},
-    TEXT: {"model": MODEL, "prompt": "the cat sat", "temperature": 0, "max_tokens": 4},
+    CHAT: {"model": MODEL, "messages": [USER], "temperature": 0, "max_tokens": 2},
+    TEXT: {"model": MODEL, "prompt": "the cat sat", "temperature": 0, "max_tokens": 2},
 }
 
 # What asks for nothing, or for what is done anyway: the answer is that to the plain body.
@@ -46,8 +47,8 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
         "logprobs": False}),
     "labels": (CHAT, {
         "user": "u-1", "metadata": {"trace": "7", "tags": ["a"]}, "safety_identifier": "s", "prompt_cache_key": "k"}),
-    "max_completion_tokens, and max_tokens null": (CHAT, {"max_tokens": None, "max_completion_tokens": 4}),
-    "both limits, alike": (CHAT, {"max_completion_tokens": 4}),
+    "max_completion_tokens, and max_tokens null": (CHAT, {"max_tokens": None, "max_completion_tokens": 2}),
+    "both limits, alike": (CHAT, {"max_completion_tokens": 2}),
     "content as a list of parts": (CHAT, {"messages": [{"role": "user", "content": [
         {"type": "text", "text": "the cat"}, {"type": "text", "text": " sat"}]}]}),
     "a mark that a prefix should be kept": (CHAT, {"messages": [{"role": "user", "content": [
@@ -125,19 +126,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
 }  # fmt: skip
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def plain(http: httpx.AsyncClient) -> dict[str, Any]:
+    """The choices that the plain bodies get."""
+    return {path: (await http.post(path, json=body)).json()["choices"] for path, body in PLAIN.items()}
+
+
 @pytest.mark.parametrize("case", SAME)
-async def test_what_asks_for_nothing_changes_nothing(http: httpx.AsyncClient, case: str) -> None:
+async def test_what_asks_for_nothing_changes_nothing(http: httpx.AsyncClient, plain: dict[str, Any], case: str) -> None:
     path, change = SAME[case]
-    plain = await http.post(path, json=PLAIN[path])
     answer = await http.post(path, json=PLAIN[path] | change)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"] == plain.json()["choices"]
+    assert answer.json()["choices"] == plain[path]
 
 
 @pytest.mark.parametrize("case", SEEN)
 async def test_messages_reach_the_template_as_clients_mean_them(http: httpx.AsyncClient, case: str) -> None:
     sent, seen = SEEN[case]
-    answer = await http.post(CHAT, json=PLAIN[CHAT] | {"messages": sent})
+    answer = await http.post(CHAT, json=PLAIN[CHAT] | {"messages": sent, "max_tokens": 1})
     assert answer.status_code == 200, answer.text
     expected = Tokenizer(bundle()).apply_chat(seen)
     assert answer.json()["usage"]["prompt_tokens"] == len(expected)

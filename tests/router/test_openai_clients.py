@@ -188,3 +188,28 @@ async def test_filters_that_leave_the_best_token_give_the_greedy_answer(http: ht
     assert free != greedy
     for options in NEAR_GREEDY:
         assert await ids(**({"temperature": 1.5} | options)) == greedy, options
+
+
+async def test_log_probabilities_of_a_stream_are_those_of_the_whole(client: AsyncOpenAI) -> None:
+    """The four lists of a completion, and the entries of a chat, one for each token in either way."""
+    body: Any = {"model": MODEL, "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    given = (await client.completions.create(**PROMPTS["completions"], **body, logprobs=2)).choices[0].logprobs
+    assert given is not None and given.token_logprobs is not None and given.text_offset is not None
+    kept: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    async for piece in await client.completions.create(**PROMPTS["completions"], **body, logprobs=2, stream=True):
+        for name, values in kept.items():
+            values += getattr(piece.choices[0].logprobs, name, None) or []
+    assert (kept["tokens"], kept["text_offset"]) == (given.tokens, given.text_offset) and len(kept["tokens"]) == 8
+    assert kept["token_logprobs"] == pytest.approx(given.token_logprobs, abs=1e-4)
+    assert [set(top) for top in kept["top_logprobs"]] == [set(top) for top in given.top_logprobs or []]
+
+    options: Any = {**PROMPTS["chat"], **body, "logprobs": True, "top_logprobs": 2}
+    told = (await client.chat.completions.create(**options)).choices[0].logprobs
+    assert told is not None and told.content is not None
+    entries: list[Any] = []
+    async for chunk in await client.chat.completions.create(**options, stream=True):
+        logprobs = chunk.choices[0].logprobs
+        entries += (logprobs.content or []) if logprobs is not None else []
+    assert [entry.token for entry in entries] == [entry.token for entry in told.content] and len(entries) == 8
+    assert [e.logprob for e in entries] == pytest.approx([e.logprob for e in told.content], abs=1e-4)
+    assert {len(entry.top_logprobs) for entry in entries} == {2}

@@ -195,6 +195,30 @@ def test_a_redis_that_lost_its_memory_changes_nothing_that_is_known(clock: Clock
     assert reason(two) == "TENANT_REQUESTS"
 
 
+def test_a_tenant_of_whom_nothing_is_said_has_nothing_in_flight(clock: Clock) -> None:
+    one, two = two_that_met(clock, concurrent=1)
+    with one.running(a_request()):
+        tell_each_other(one, two)
+        assert reason(two) == "TENANT_CONCURRENT"
+    tell_each_other(one, two)
+    assert one.told() == {} and refused(two, a_request()) is None
+
+
+def test_what_was_used_between_two_words_of_a_tenant_is_counted_once(clock: Clock) -> None:
+    """Nobody is told of while nothing is used, and the next word has the sum of before in it."""
+    one, two = two_that_met(clock, requests_per_minute=6)
+    for _ in range(3):
+        assert refused(one, a_request()) is None
+        tell_each_other(one, two)
+        clock.now += 60.0
+        tell_each_other(one, two)
+        assert one.told() == {}
+    assert refused(one, a_request()) is None
+    tell_each_other(one, two)
+    assert [refused(two, a_request()) for _ in range(5)] == [None] * 5
+    assert reason(two) == "TENANT_REQUESTS"
+
+
 def test_a_router_that_is_gone_is_forgotten(clock: Clock) -> None:
     made = quotas(clock, concurrent=1)
     gone = {"acme": Usage(1, 0, 1), "nobody": Usage(1, 1, 1)}

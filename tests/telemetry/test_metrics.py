@@ -13,6 +13,7 @@ import httpx
 import prometheus_client
 import pytest
 import pytest_asyncio
+import uvloop
 
 from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker
@@ -237,6 +238,23 @@ async def test_the_listener_answers_one_question_and_lets_nobody_stay() -> None:
             writer.close()
     finally:
         await listener.stop()
+
+
+async def test_the_listener_works_on_the_event_loop_of_ray_serve() -> None:
+    async def ask() -> str:
+        listener = MetricsListener(MetricsPage(prometheus_client.CollectorRegistry()), "127.0.0.1", 0)
+        port = await listener.start()
+        try:
+            async with httpx.AsyncClient() as http:
+                return (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+        finally:
+            await listener.stop()
+
+    def on_its_own_loop() -> str:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(ask())
+
+    assert "process_open_fds" in await asyncio.to_thread(on_its_own_loop)
 
 
 async def opened(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
