@@ -6,14 +6,17 @@ how long streams lasted lately. If either is above `max_wait_s`, the request is 
 will be done.
 
 Where there are several tenants, what one of them has waiting at a worker, long prompts and short ones together, may be
-as much as is left to `max_wait_s`, or to the worker's queue, and no more: the dynamic threshold that quotas.py has for
-places. Whoever floods the router alone gets half, others find the other half, who has nothing there is refused last.
+as much as is left to `max_wait_s`, or to the worker's queue: the dynamic threshold that quotas.py has for places. Whoever
+floods the router alone gets half, others find the other half. As much as an equal part, with room for one tenant more,
+is anybody's, however little is left; who has nothing there is refused last.
 
 Nothing is refused while it is not measured how long it would wait. A request that was taken is never refused here when
 it has to move to another pair.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from pdserve.errors import Exhausted
 from pdserve.registry.records import Load
@@ -49,24 +52,25 @@ class Overload:
             return
         choice = pair.choice
         if choice.measured:
-            part = self._pool.part(pair.prefill, request.tenant, lambda job: job.prompt_tokens)
-            self._check(choice.wait_s, choice.queue_s, self._pool.load(pair.prefill), part)
+            parts = self._pool.parts(pair.prefill, lambda job: job.prompt_tokens)
+            self._check(request.tenant, choice.wait_s, choice.queue_s, self._pool.load(pair.prefill), parts)
         decode = self._pool.load(pair.decode)
         wait_s = place_wait_s(decode, self._stream_s)
-        self._check(wait_s, wait_s, decode, self._pool.part(pair.decode, request.tenant, stream_count))
+        self._check(request.tenant, wait_s, wait_s, decode, self._pool.parts(pair.decode, stream_count))
 
-    def _check(self, wait_s: float, queue_s: float, load: Load, part: float) -> None:
+    def _check(self, tenant: str, wait_s: float, queue_s: float, load: Load, parts: Mapping[str, float]) -> None:
         """One of the two waits at a worker.
 
         Args:
             wait_s: of this request.
             queue_s: of one that all others go before.
-            part: how much of what waits is this tenant's.
+            parts: of what waits, by tenant.
         """
         if wait_s > self._max_wait_s:
             raise overloaded(f"it would wait {wait_s:.1f} s for others", wait_s)
         full = max(queue_s / self._max_wait_s, _filled(load))
-        if self._several and full * part > 1 - full:
+        equal = 1 / (len(parts.keys() | {tenant}) + 1)
+        if self._several and full * parts.get(tenant, 0.0) > max(1 - full, equal):
             raise overloaded(f"requests with the same key wait, for {queue_s:.1f} s with others", queue_s)
 
 

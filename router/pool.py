@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -204,11 +205,14 @@ class Pool:
         jobs = self._jobs.get(member.record.incarnation, ())
         return tuple(job.prompt_tokens for job in jobs if job.prompt_tokens and job.ended is None)
 
-    def part(self, member: Member, tenant: str, size: Callable[[Job], int]) -> float:
-        """How much of what this router has given the worker, and that has not ended, is a tenant's: 0 to 1."""
-        jobs = [job for job in self._jobs.get(member.record.incarnation, ()) if job.ended is None]
-        whole = sum(map(size, jobs))
-        return sum(size(job) for job in jobs if job.tenant == tenant) / whole if whole else 0.0
+    def parts(self, member: Member, size: Callable[[Job], int]) -> dict[str, float]:
+        """By tenant, its part of what this router has given the worker and that has not ended; of 1 together."""
+        sizes: Counter[str] = Counter()
+        for job in self._jobs.get(member.record.incarnation, ()):
+            if job.ended is None and size(job):
+                sizes[job.tenant] += size(job)
+        whole = sizes.total()
+        return {tenant: mine / whole for tenant, mine in sizes.items()}
 
     def steps(self, member: Member) -> int | None:
         """Engine steps since boot, as the worker last reported them; None for one that is gone."""
