@@ -2,20 +2,23 @@
 
 Eight streams run on a decode worker. In turn, nothing else happens (idle); a prefill worker in a process of its own
 computes prompts of 2,000 tokens, of which only the logits travel (computing); it hands the caches of such prompts
-over, one right after the other (the whole system); and a sender that computes nothing hands over such caches, layer by
-layer and just as slowly (receiving). Each worker has one thread, and a core. Every turn starts its streams anew and
-waits until all run, so all kinds see the same contexts, and takes another place among the four. A gap is the time
-between two messages of one stream, as its reader sees them.
+over, one right after the other (the whole system); a sender that computes nothing hands over such caches, layer by
+layer and just as slowly (receiving); and the same beside a process that multiplies matrices and has nothing of this
+project in it (beside). Each worker has one thread, and a core. Every turn starts its streams anew and waits until all
+run, so all kinds see the same contexts, and takes another place among the five. A gap is the time between two messages
+of one stream, as its reader sees them.
 
 What computing costs over idle is the machine's: two cores that share memory, cache and clock. No way of handing a
 cache over can avoid it, since prefill computes meanwhile whatever happens to its result. Receiving is what the decode
-worker itself adds, and what it can be held to.
+worker itself adds, and what it can be held to. Beside says what the whole system would cost if prefill were nothing
+but its matrix products.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
 import sys
 import tempfile
 import time
@@ -23,6 +26,7 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from statistics import median
 
@@ -39,7 +43,7 @@ from pdserve.engine.plan import EngineConfig
 from prefill_worker.settings import PrefillSettings
 
 GOAL = 1.15
-IDLE, COMPUTING, ARRIVING, RECEIVING = KINDS = ("idle", "computing", "arriving", "receiving")
+IDLE, COMPUTING, ARRIVING, RECEIVING, BESIDE = KINDS = ("idle", "computing", "arriving", "receiving", "beside")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Plan:
 
 
 FULL = Plan(
-    streams=8, stream_prompt=64, stream_output=1500, arriving=2000, pages=1280, turns=4, turn_s=9.0, vocab=49152
+    streams=8, stream_prompt=64, stream_output=1500, arriving=2000, pages=1280, turns=4, turn_s=8.0, vocab=49152
 )
 QUICK = Plan(streams=8, stream_prompt=8, stream_output=300, arriving=200, pages=256, turns=1, turn_s=1.5, vocab=512)
 
@@ -111,7 +115,28 @@ async def receive_caches(pair: Pair, plan: Plan, meter: Meter, sender: PacedSend
         meter.prompts[meter.kind] += 1
 
 
-async def measure(plan: Plan, prefill: str, decode: str) -> list[Figure]:
+class Multiplier:
+    """A process that multiplies matrices of a chunk's size on one thread, while it is told to."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.on = context.Event()
+        self._process = context.Process(target=_multiply, args=(self.on,), daemon=True)
+        self._process.start()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _multiply(on: Event) -> None:
+    torch.set_num_threads(1)
+    x, weights = torch.zeros(256, 576, dtype=torch.bfloat16), torch.zeros(576, 1536, dtype=torch.bfloat16)
+    while on.wait():
+        x @ weights
+
+
+async def measure(plan: Plan, prefill: str, decode: str, multiplier: Multiplier) -> list[Figure]:
     meter = Meter()
     async with drive(prefill, decode) as pair:
         await pair.handoff(random_prompt(plan.arriving, 1, plan.vocab))  # warms both workers up
@@ -121,11 +146,14 @@ async def measure(plan: Plan, prefill: str, decode: str) -> list[Figure]:
         sender = PacedSender(contract_from_proto(pair.contract), plan.arriving)
         for number in range(plan.turns):
             print(f"turn {number + 1} of {plan.turns}", file=sys.stderr, flush=True)
-            for meter.kind in (*KINDS[number % 4 :], *KINDS[: number % 4]):  # each first once: contexts grow
+            for meter.kind in (*KINDS[number % 5 :], *KINDS[: number % 5]):  # each first once: contexts grow
                 sender.seconds = median(meter.handoffs)
                 streams = await started(pair, plan, meter, 1000 * (KINDS.index(meter.kind) + 4 * number))
                 others = [asyncio.create_task(each) for each in beside(pair, plan, meter, sender)]
+                if meter.kind == BESIDE:
+                    multiplier.on.set()
                 await turn([*others, *streams], plan.turn_s)
+                multiplier.on.clear()
                 await cancel([*others, *streams])
         await sender.close()
     return figures(plan, meter)
@@ -145,14 +173,19 @@ def beside(pair: Pair, plan: Plan, meter: Meter, sender: PacedSender) -> Sequenc
     match meter.kind:
         case "computing" | "arriving":
             return (prefill_prompts(pair, plan, meter),)
-        case "receiving":
+        case "receiving" | "beside":
             return (receive_caches(pair, plan, meter, sender),)
     return ()
 
 
 def figures(plan: Plan, meter: Meter) -> list[Figure]:
     def latency(share: float, kind: str, peer: str, goal: float | None = None) -> Figure:
-        doing = {COMPUTING: "are computed", ARRIVING: "are computed and arrive", RECEIVING: "arrive"}[kind]
+        doing = {
+            COMPUTING: "are computed",
+            ARRIVING: "are computed and arrive",
+            RECEIVING: "arrive",
+            BESIDE: "arrive and another process multiplies matrices",
+        }[kind]
         name = (
             f"p{100 * share:g} inter-token latency of {plan.streams} streams while prompts of {plan.arriving} {doing}"
         )
@@ -165,6 +198,8 @@ def figures(plan: Plan, meter: Meter) -> list[Figure]:
         latency(0.99, ARRIVING, IDLE, GOAL),
         latency(0.99, ARRIVING, COMPUTING),
         latency(0.99, COMPUTING, IDLE),
+        latency(0.99, BESIDE, IDLE),
+        latency(0.99, ARRIVING, BESIDE),
         latency(0.5, RECEIVING, IDLE),
         latency(0.5, ARRIVING, IDLE),
         latency(0.5, COMPUTING, IDLE),
@@ -191,11 +226,13 @@ async def cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 def run(path: Path, plan: Plan) -> list[Figure]:
     engine = EngineConfig(dtype="bf16", pages=plan.pages, threads=1)
+    multiplier = Multiplier()
     workers = [WorkerProcess(path, PrefillSettings(engine=engine)), WorkerProcess(path, DecodeSettings(engine=engine))]
     try:
         prefill, decode = [worker.started() for worker in workers]
-        return asyncio.run(measure(plan, prefill, decode))
+        return asyncio.run(measure(plan, prefill, decode, multiplier))
     finally:
+        multiplier.stop()
         for worker in workers:
             worker.stop()
 

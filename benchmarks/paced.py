@@ -39,7 +39,7 @@ class PacedSender:
     """Hands over caches of `tokens` tokens, each within `seconds`. `close` ends its connections."""
 
     def __init__(self, contract: WorkerContract, tokens: int) -> None:
-        self._peers = Peers(RpcSettings())
+        self._peers = Peers(RpcSettings(), shares_memory=True)
         self._contract = contract
         self._tokens = tokens
         self._source = _Zeros(contract, tokens)

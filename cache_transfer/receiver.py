@@ -21,10 +21,11 @@ import logging
 import time
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from cache_transfer.allocator import keep_freed_frames
+from cache_transfer.attempt import Attempt
 from cache_transfer.checks import check_logits
 from cache_transfer.contract import WorkerContract
 from cache_transfer.intake import AnyIntake, Incoming, Intake
@@ -40,7 +41,6 @@ from cache_transfer.messages import (
     Request,
     Response,
     SharedFrames,
-    SharedMemory,
 )
 from cache_transfer.pages import PageSink
 from cache_transfer.queue_intake import QueueIntake
@@ -123,29 +123,6 @@ class ReceiverStream(Protocol):
     async def write(self, message: Response) -> None: ...
 
 
-@dataclass
-class _Attempt:
-    claim: Claim
-    deadline: Deadline
-    book: TicketBook
-    offer: SharedMemory | None  # of the sender's memory
-    receipt: Receipt
-    idle_timeout_s: float
-    intake: AnyIntake | None = None
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def may_write(self) -> None:
-        self.deadline.check()
-        if not self.book.is_current(self.claim.handoff_id, self.claim.attempt):
-            raise stale("this attempt is no longer current")
-
-    def progress(self) -> None:
-        self.deadline.extend(self.idle_timeout_s, "a frame")
-
-    def on_error(self, error: PdserveError) -> None:
-        self.deadline.interrupt(error)
-
-
 class Receiver:
     """Takes the handoffs of one decode worker. Call `close` when no stream is left."""
 
@@ -164,7 +141,7 @@ class Receiver:
         self._host = host
         self._settings = settings or ReceiverSettings()
         self._executor = ThreadPoolExecutor(self._settings.threads, thread_name_prefix="cache-receiver")
-        self._attempts: dict[bytes, list[_Attempt]] = {}
+        self._attempts: dict[bytes, list[Attempt]] = {}
         self.active = 0
         """Streams being served, from before the claim until after the acknowledgement."""
 
@@ -176,7 +153,7 @@ class Receiver:
             claim = self._book.claim(opening, self._contract)
             offer = opening.shared if self._settings.shared_memory else None
             deadline, receipt = Deadline(self._settings.handoff_timeout_s), Receipt(self._traces, claim)
-            attempt = _Attempt(claim, deadline, self._book, offer, receipt, self._settings.idle_timeout_s)
+            attempt = Attempt(claim, deadline, self._book, offer, receipt, self._settings.idle_timeout_s)
             report = await self._run_attempt(stream, attempt)
             async with Deadline(self._settings.idle_timeout_s) as last:
                 last.extend(self._settings.idle_timeout_s, "the sender to take the acknowledgement")
@@ -207,7 +184,7 @@ class Receiver:
             raise out_of_order(message, "open")
         return message
 
-    async def _run_attempt(self, stream: ReceiverStream, attempt: _Attempt) -> ReceiveReport:
+    async def _run_attempt(self, stream: ReceiverStream, attempt: Attempt) -> ReceiveReport:
         """From claim to `verified`, or to `aborted` and an error."""
         claim = attempt.claim
         self._attempts.setdefault(claim.handoff_id, []).append(attempt)
@@ -228,7 +205,7 @@ class Receiver:
         finally:
             await self._end_attempt(attempt, error)
 
-    async def _end_attempt(self, attempt: _Attempt, error: PdserveError | None) -> None:
+    async def _end_attempt(self, attempt: Attempt, error: PdserveError | None) -> None:
         try:
             if attempt.intake is not None:
                 await attempt.intake.drain()
@@ -246,7 +223,7 @@ class Receiver:
                 self._host.aborted(attempt.claim, error)
             attempt.over.set()
 
-    async def _take(self, stream: ReceiverStream, attempt: _Attempt) -> tuple[ReceivedLogits, ReceiveReport]:
+    async def _take(self, stream: ReceiverStream, attempt: Attempt) -> tuple[ReceivedLogits, ReceiveReport]:
         """Everything from the grant to the verified commit."""
         claim, deadline = attempt.claim, attempt.deadline
         reading = asyncio.ensure_future(stream.read())
@@ -276,13 +253,13 @@ class Receiver:
         report = ReceiveReport(manifest.frames, manifest.payload_bytes, time.monotonic() - granted_at)
         return ReceivedLogits(message.dtype, message.data, message.position), report
 
-    def _make_intake(self, attempt: _Attempt, sink: PageSink, stream: ReceiverStream) -> AnyIntake:
+    def _make_intake(self, attempt: Attempt, sink: PageSink, stream: ReceiverStream) -> AnyIntake:
         claim, limit = attempt.claim, self._settings.max_payload_bytes
         shared = open_offered(attempt.offer, claim.secret)
         given = Incoming(self._executor, sink, claim, self._contract, limit, shared, attempt, stream.write)
         return Intake(given) if shared is None or shared.queue is None else QueueIntake(given, shared.queue)
 
-    async def _wait_for_pages(self, attempt: _Attempt, reading: asyncio.Future[Request | None]) -> PageSink:
+    async def _wait_for_pages(self, attempt: Attempt, reading: asyncio.Future[Request | None]) -> PageSink:
         """The host's sink. A sender that speaks or ends its stream meanwhile ends the attempt, and its wait."""
         older = tuple(self._attempts[attempt.claim.handoff_id][:-1])
         granting = asyncio.create_task(self._pages(attempt, older))
@@ -295,7 +272,7 @@ class Receiver:
             granting.cancel()
             await settle((granting,))
 
-    async def _pages(self, attempt: _Attempt, older: Sequence[_Attempt]) -> PageSink:
+    async def _pages(self, attempt: Attempt, older: Sequence[Attempt]) -> PageSink:
         claim, deadline = attempt.claim, attempt.deadline
         for each in older:  # its pages may be this one's
             deadline.extend(self._settings.idle_timeout_s, "an older attempt to end")
@@ -309,7 +286,7 @@ class Receiver:
         deadline.extend(self._settings.idle_timeout_s, what)
         return await (begun or stream.read())
 
-    def _forget(self, attempt: _Attempt) -> None:
+    def _forget(self, attempt: Attempt) -> None:
         running = self._attempts[attempt.claim.handoff_id]
         running.remove(attempt)
         if not running:

@@ -80,6 +80,7 @@ class Ring:
         self._size = _PAYLOADS + slots * slot_bytes
         self._fd = os.memfd_create("pdserve-handoff", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, self._size)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             # All pages at once: one by one, as they are first written, they took longer than hashing what they hold.

@@ -25,6 +25,7 @@ from decode_worker.tracing import GenerateTrace, generating
 from pdserve.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest, PdserveError
 from pdserve.registry.adapter_service import AdapterService
 from pdserve.registry.worker_service import WorkerService
+from pdserve.request import check_request_id
 from pdserve.rpc.convert import finish_to_proto, sampling_from_proto, tokens_to_proto
 from pdserve.rpc.deadline import remaining_s
 from pdserve.rpc.events import Finish, Prefilled, TokenBatch
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from decode_worker.worker import DecodeWorker
 
 log = logging.getLogger(__name__)
-
-MAX_ID_CHARACTERS = 256
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[decode_pb2.DecodeRequest]
@@ -138,13 +137,7 @@ def request_from_proto(proto: decode_pb2.DecodeOpen, contract: WorkerContract) -
     Args:
         contract: this worker's own, by which it computes a prompt itself.
     """
-    if not 0 < len(proto.request_id) <= MAX_ID_CHARACTERS:
-        raise InvalidRequest(
-            f"has {len(proto.request_id)} characters",
-            reason="INVALID_REQUEST_ID",
-            field="request_id",
-            remedy=f"send 1 to {MAX_ID_CHARACTERS} characters",
-        )
+    check_request_id(proto.request_id)
     if proto.prefill_here and proto.HasField("prefill_contract"):
         raise InvalidRequest(
             "is set where no handoff is wanted",

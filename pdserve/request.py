@@ -14,6 +14,7 @@ MAX_STOP_BYTES = 1024
 MAX_TOKEN_ENTRIES = 1024  # of logit_bias, and of stop_token_ids
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_CHOICES = 128  # outputs of one prompt
+MAX_ID_CHARACTERS = 256  # of a request's id between router and workers
 
 JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"  # kinds of grammar, by the option that sets them
 
@@ -128,6 +129,17 @@ def check_token_ids(ids: tuple[int, ...], vocab_size: int, name: str = "prompt")
                 field=name,
                 remedy=f"use ids from 0 to {vocab_size - 1}",
             )
+
+
+def check_request_id(text: str) -> None:
+    """Raises InvalidRequest for an id that a worker does not take."""
+    if not 0 < len(text) <= MAX_ID_CHARACTERS:
+        raise InvalidRequest(
+            f"has {len(text)} characters",
+            reason="INVALID_REQUEST_ID",
+            field="request_id",
+            remedy=f"send 1 to {MAX_ID_CHARACTERS} characters",
+        )
 
 
 def check_served(served: str, model: str, adapter: bytes | None, adapters: Container[bytes] = ()) -> None:

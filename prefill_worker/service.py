@@ -11,6 +11,7 @@ from pdserve.errors import InvalidRequest
 from pdserve.registry.adapter_service import AdapterService
 from pdserve.registry.records import PREFILL
 from pdserve.registry.worker_service import WorkerService
+from pdserve.request import check_request_id
 from pdserve.rpc.deadline import remaining_s
 from pdserve.rpc.server import Server
 from pdserve.telemetry.context import enter, received
@@ -19,8 +20,6 @@ from prefill_worker.admission import PrefillRequest
 
 if TYPE_CHECKING:
     from prefill_worker.worker import PrefillWorker
-
-MAX_ID_CHARACTERS = 256
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -49,13 +48,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
 def request_from_proto(proto: prefill_pb2.RunRequest) -> PrefillRequest:
     """Raises InvalidRequest naming the field that is missing or malformed."""
-    if not 0 < len(proto.request_id) <= MAX_ID_CHARACTERS:
-        raise InvalidRequest(
-            f"has {len(proto.request_id)} characters",
-            reason="INVALID_REQUEST_ID",
-            field="request_id",
-            remedy=f"send 1 to {MAX_ID_CHARACTERS} characters",
-        )
+    check_request_id(proto.request_id)
     for name in ("ticket", "identity", "decode_contract"):
         if not proto.HasField(name):
             raise InvalidRequest(

@@ -6,7 +6,7 @@ how long streams lasted lately. If either is above `max_wait_s`, the request is 
 will be done.
 
 Where there are several tenants, what one of them has waiting at a worker, long prompts and short ones together, may be
-as much as is left to `max_wait_s`, or to the worker's queue: the dynamic threshold that quotas.py has for places. Whoever
+as much as is left to `max_wait_s`, or to the worker's queue: the dynamic threshold that quotas.py has for places. Who
 floods the router alone gets half, others find the other half. As much as an equal part, with room for one tenant more,
 is anybody's, however little is left; who has nothing there is refused last.
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.errors import PdserveError
 from pdserve.registry.records import PREFILL, READY, LiveRecord, Load, Registry
+from pdserve.rpc.background import set_within
 from router.gate import Gate, Member, Verdict, group_key
 
 log = logging.getLogger(__name__)
@@ -221,7 +222,7 @@ class Pool:
         return now.record.load.steps if now is not None and same else None
 
     async def _refresh_forever(self) -> None:
-        while not await self._stopped_within(self._refresh_s):
+        while not await set_within(self._stopping, self._refresh_s):
             try:
                 await self.refresh()
             except Exception as error:
@@ -231,14 +232,6 @@ class Pool:
                 if text != self.warning:
                     log.exception("a refresh of the pool failed, serving from the last known pool")
                 self.warning = text
-
-    async def _stopped_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def _apply(self, asked_at: float, records: tuple[LiveRecord, ...]) -> None:
         fresh = [self._member(live, asked_at) for live in records]

@@ -73,8 +73,8 @@ class _Account:
                 bucket.owe(owed, age_s)
                 continue
             more = getattr(now, what) - getattr(before, what)
-            # A sum that was not told for long, for want of room in a note, is of old use for the most part.
-            bucket.use_elsewhere(more if before != Usage() else min(more, owed))
+            # What has come back there since it was last told, as for want of room in a note, is not owed here either.
+            bucket.use_elsewhere(min(more, owed))
 
 
 @dataclass(frozen=True)

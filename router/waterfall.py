@@ -10,7 +10,7 @@
 
 An attempt's beginning and its first token are the router's marks. How long prefill and transfer took, and how long the
 prompt waited for them, workers measured: durations only, as two machines' clocks are never compared. They are laid
-between the router's marks, prefill first, then transfer, then waiting; what is left there is the first token's. The
+between the router's marks, prefill first, then waiting, then transfer; what is left there is the first token's. The
 last word of a transfer may come after that token: what does not fit between the marks is cut.
 """
 
@@ -69,12 +69,13 @@ def _marks(attempt: AttemptRecord, until: float) -> Iterator[tuple[str, float]]:
     else:
         left = first - begun
         prefill = min(left, attempt.prefill_ms)
-        transfer = min(left - prefill, attempt.transfer_ms)
         # At a decode worker that computes it itself a prompt waits from the beginning, elsewhere once it is admitted.
         admitted_ms, queued_ms = attempt.admitted_ms, attempt.queued_ms
         queued = max(admitted_ms, queued_ms) if attempt.placement == "decode" else admitted_ms + queued_ms
+        queued = min(left - prefill, queued)
+        transfer = min(left - prefill - queued, attempt.transfer_ms)
         at = begun
-        for name, ms in ((QUEUED, min(left - prefill - transfer, queued)), (PREFILL, prefill), (TRANSFER, transfer)):
+        for name, ms in ((QUEUED, queued), (PREFILL, prefill), (TRANSFER, transfer)):
             at += ms
             yield name, at
         yield FIRST_TOKEN if attempt.first_token_ms or not attempt.failed_worker else LOST, first

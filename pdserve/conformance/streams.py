@@ -129,7 +129,7 @@ def make_draft(
                 "seq": seq,
                 "dtype": contract.kv_dtype,
             },
-            payload_of(contract, cache, layer, plane, (h0, h1), (t0, t1)),
+            payload_of(cache, layer, plane, (h0, h1), (t0, t1)),
         )
         for seq, (layer, plane, h0, h1, t0, t1) in enumerate(boxes)
     ]
@@ -154,9 +154,7 @@ def make_opening(
     )
 
 
-def payload_of(
-    contract: WorkerContract, cache: Cache, layer: int, plane: str, heads: tuple[int, int], tokens: tuple[int, int]
-) -> bytes:
+def payload_of(cache: Cache, layer: int, plane: str, heads: tuple[int, int], tokens: tuple[int, int]) -> bytes:
     """The canonical payload [tokens, heads, head_dim]."""
     return np.ascontiguousarray(cache[layer, plane][slice(*tokens), slice(*heads)]).tobytes()
 

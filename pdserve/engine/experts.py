@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pdserve.engine import deterministic
 from pdserve.engine.dtypes import wide
 
 Map = Callable[[Tensor], Tensor]
@@ -21,6 +22,9 @@ class Expert:
     up: Map
     down: Map  # inner width -> width
 
+    def __call__(self, z: Tensor, activate: Map) -> Tensor:
+        return self.down(activate(self.gate(z)) * self.up(z))
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -29,6 +33,8 @@ class Experts:
     active: int
     norm: bool  # the weights of those chosen are scaled to add up to 1
     tiled: bool  # deterministic mode: z has the rows of one tile
+    shared: Expert | None = None  # every row takes it too, weighted by the sigmoid of
+    shared_router: Map | None = None  # width -> 1
 
     def __call__(self, z: Tensor, activate: Map) -> Tensor:
         """z [T, width] -> [T, width]; experts are added in ascending order."""
@@ -41,7 +47,11 @@ class Experts:
             else:
                 rows = hit.any(-1).nonzero()[:, 0]
                 out.index_add_(0, rows, self._run(number, z[rows], activate) * weights[hit][:, None])
-        return out
+        if self.shared is None or self.shared_router is None:
+            return out
+        score = self.shared_router(z)
+        weight = deterministic.activate(torch.sigmoid, score) if self.tiled else torch.sigmoid(score)
+        return out + weight * self.shared(z, activate)
 
     def route(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, in z's dtype, and numbers of each row's experts, [T, active] each. Softmax is in fp32 or wider."""
@@ -52,8 +62,7 @@ class Experts:
         return weights.to(z.dtype), chosen
 
     def _run(self, number: int, z: Tensor, activate: Map) -> Tensor:
-        expert = self.experts[number]
-        return expert.down(activate(expert.gate(z)) * expert.up(z))
+        return self.experts[number](z, activate)
 
     def _add_tile(self, out: Tensor, number: int, z: Tensor, weight: Tensor, hit: Tensor, activate: Map) -> Tensor:
         """The expert computes the whole tile, so that a row's bits do not depend on who else takes the expert;

@@ -129,6 +129,32 @@ _LLAMAS = (
     ),
 )  # fmt: skip
 
+_LAYER_NORMED = (
+    Family(
+        "StableLmForCausalLM",
+        "stablelm",
+        _renamed(q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"),
+        {
+            **_LLAMA,
+            "norm_eps": Key("layer_norm_eps", "number"),
+            "qkv_bias": Key("use_qkv_bias", "flag", False),
+            **{name: Key("qk_layernorm", "flag", False) for name in ("qk_norm", "qk_norm_each")},
+            **{name: Key("use_parallel_residual", "flag", False) for name in ("parallel", "one_norm")},
+        },
+        traits={"norm": "layer", "norm_shift": True},
+        head_dim="derived",
+        rope=RopeKeys(partial="partial_rotary_factor", default_partial=0.25),
+    ),
+    Family(
+        "NemotronForCausalLM",
+        "nemotron",
+        _NAMING,
+        {**_LLAMA, **_ATTENTION_BIAS, **_MLP_BIAS, "norm_eps": Key("norm_eps", "number")},
+        traits={"norm": "layer", "norm_shift": True, "norm_offset": 1.0, "mlp": "plain"},
+        rope=RopeKeys(partial="partial_rotary_factor", default_partial=0.5),
+    ),
+)
+
 _STARCODER2 = Family(  # docs/families.md tells how this one came here
     architecture="Starcoder2ForCausalLM",
     model_type="starcoder2",
@@ -177,24 +203,38 @@ _GEMMAS = (
     ),
 )
 
+_QWEN_EXPERTS = {
+    "experts": Key("num_experts", also="num_local_experts"),
+    "active_experts": Key("num_experts_per_tok"),
+    "expert_width": Key("moe_intermediate_size"),
+    "norm_experts": Key("norm_topk_prob", "flag", False),
+}
+_QWEN_MODULES = {
+    "router": "mlp.gate",
+    "expert_gate": "mlp.experts.{expert}.gate_proj",
+    "expert_up": "mlp.experts.{expert}.up_proj",
+    "expert_down": "mlp.experts.{expert}.down_proj",
+}
+_SHARED = {f"shared_{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+
 _MIXTURES = (
+    Family(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        _renamed(**_QWEN_MODULES, **_SHARED, shared_router="mlp.shared_expert_gate"),
+        {
+            **_LLAMA,
+            **_QWEN_EXPERTS,
+            "shared_width": Key("shared_expert_intermediate_size"),
+            "qkv_bias": Key("qkv_bias", "flag", True),
+        },
+        layers="some dense, no windows",
+    ),
     Family(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
-        _renamed(
-            router="mlp.gate",
-            expert_gate="mlp.experts.{expert}.gate_proj",
-            expert_up="mlp.experts.{expert}.up_proj",
-            expert_down="mlp.experts.{expert}.down_proj",
-        ),
-        {
-            **_LLAMA,
-            **_ATTENTION_BIAS,
-            "experts": Key("num_experts", also="num_local_experts"),
-            "active_experts": Key("num_experts_per_tok"),
-            "expert_width": Key("moe_intermediate_size"),
-            "norm_experts": Key("norm_topk_prob", "flag", False),
-        },
+        _renamed(**_QWEN_MODULES),
+        {**_LLAMA, **_ATTENTION_BIAS, **_QWEN_EXPERTS},
         traits={"qk_norm": True},
         layers="some dense",
     ),
@@ -219,7 +259,7 @@ _MIXTURES = (
     ),
 )
 
-FAMILIES = (*_LLAMAS, _STARCODER2, *_GEMMAS, *_MIXTURES, *OLDER)
+FAMILIES = (*_LLAMAS, *_LAYER_NORMED, _STARCODER2, *_GEMMAS, *_MIXTURES, *OLDER)
 
 
 def directory_sources(model_type: str, spec: ModelSpec) -> dict[str, Source]:

@@ -1,4 +1,4 @@
-"""Families whose layers differ most from Llama's: GPT-2, OPT, GPT-NeoX and BLOOM."""
+"""Families whose layers differ most from Llama's: GPT-2, OPT, GPT-NeoX, BLOOM and Falcon."""
 
 from __future__ import annotations
 
@@ -185,5 +185,46 @@ OLDER = (
             "skip_bias_add", "skip_bias_add_qkv",
         }),
         optional_prefix="transformer.",
+    ),
+    Family(
+        "FalconForCausalLM",  # 7B, and the newer layout of 11B, 40B and 180B
+        "falcon",
+        Naming(
+            layer="transformer.h.{layer}.",
+            modules={
+                "embed": "transformer.word_embeddings",
+                "final_norm": "transformer.ln_f",
+                "head": "lm_head",
+                "attn_norm": "ln_attn",
+                "q": "self_attention.query_key_value",
+                "k": "self_attention.query_key_value",
+                "v": "self_attention.query_key_value",
+                "o": "self_attention.dense",
+                "mlp_norm": "ln_mlp",
+                "up": "mlp.dense_h_to_4h",
+                "down": "mlp.dense_4h_to_h",
+            },
+            fused=(("q", "k", "v"),),
+            per_head=True,
+            one_norm={"attn_norm": "input_layernorm"},
+            harmless=(r".*\.rotary_emb\.inv_freq",),
+        ),
+        {
+            **SIZES,
+            "context_limit": Key("max_position_embeddings", default=2048),
+            "ffn_width": Key("ffn_hidden_size", default=("width", 4)),
+            "norm_eps": Key("layer_norm_epsilon", "number", 1e-5),
+            "activation": Key("activation", "choice", "gelu", meaning=ACTIVATIONS),
+            **{name: Key("bias", "flag", False) for name in _BIASES},
+            **TIED,
+        },
+        traits={**_LAYER_NORM, "parallel": True},
+        head_dim="derived",
+        layers="two layouts",
+        fixed={
+            "alibi": (False,),
+            "parallel_attn": (True,),
+            "apply_residual_connection_post_layernorm": (False,),
+        },
     ),
 )  # fmt: skip

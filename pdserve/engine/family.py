@@ -21,6 +21,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 # Keys that describe training, generation defaults, other heads or bookkeeping: they do not

@@ -1,8 +1,8 @@
 """The architectures of GGUF files, as data; gguf_spec.py reads the metadata by them.
 
 Layouts that differ from ours, from the format's documentation and its converter: Llama's q and k rows hold rotary
-neighbours; the q, k, v of GPT-2, BLOOM and Phi-3 are one matrix, already [outputs, inputs], and BLOOM's no longer
-alternate head by head; Phi-3's gate and up are one matrix; Gemma's norms are stored with their offset added.
+neighbours; the q, k, v of GPT-2, BLOOM and Phi-3 are one matrix, already [outputs, inputs], and BLOOM's and
+Falcon's no longer alternate head by head; Phi-3's gate and up are one matrix; Gemma's norms are stored with their offset added.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ _MODULES = {
     "expert_gate": "ffn_gate_exps",
     "expert_up": "ffn_up_exps",
     "expert_down": "ffn_down_exps",
+    "shared_router": "ffn_gate_inp_shexp",
+    "shared_gate": "ffn_gate_shexp",
+    "shared_up": "ffn_up_shexp",
+    "shared_down": "ffn_down_shexp",
 }
 _PLAIN = Naming(layer="blk.{layer}.", modules=_MODULES)
 _FUSED_QKV = replace(_PLAIN, modules={**_MODULES, **dict.fromkeys("qkv", "attn_qkv")}, fused=(("q", "k", "v"),))
 _FUSED = replace(_FUSED_QKV, modules={**_FUSED_QKV.modules, "gate": "ffn_up"}, fused=(("q", "k", "v"), ("gate", "up")))
-_BIASES = ("qkv_bias", "attn_out_bias", "mlp_bias")
+_BIASES = {"qkv_bias": "attn_q.bias", "attn_out_bias": "attn_output.bias", "mlp_bias": "ffn_up.bias"}
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,18 @@ class GgufFamily:
     traits: Mapping[str, Any] = field(default_factory=dict)  # ModelSpec fields that never vary
     norm_eps: str = "attention.layer_norm_rms_epsilon"
     numbers: Mapping[str, str] = field(default_factory=dict)  # further ModelSpec fields -> key
-    options: frozenset[str] = frozenset()  # biases that are there if their tensors are
+    options: Mapping[str, str] = field(default_factory=dict)  # fields that are set where the first layer has a tensor
+    without: Mapping[str, str] = field(default_factory=dict)  # fields that are set where it does not have one
     positions: str = "rope"  # rope | learned | alibi
     partial: bool = False  # a part of a head may be rotated
     window: str = ""  # key of the tokens that a layer with a window sees
     pattern: int = 0  # every so many-th layer has none; 0: all layers have one
     local_theta: float = 0.0  # of the layers with a window, where these have a rotation of their own
     experts: bool = False  # in every layer
+    shared_expert: bool = False  # beside them
     scaled_embedding: bool = False  # by the square root of the width
+    layout: str = "reference"  # of the tensors' rows, as the file calls it
+    harmless: frozenset[str] = frozenset()  # keys that change nothing
     wide_scale: int = 0  # a model of so many layers scales scores by width / heads instead of the head dim
 
 
@@ -73,9 +81,16 @@ _LAYER_NORM = {
 _GEMMA = {"norm_order": "sandwich", "norm_offset": 1.0, "activation": "gelu_tanh"}
 
 GGUF_FAMILIES: Mapping[str, GgufFamily] = {
-    "llama": GgufFamily("llama", replace(_PLAIN, paired=frozenset({"q", "k"})), options=frozenset(_BIASES)),
+    "llama": GgufFamily("llama", replace(_PLAIN, paired=frozenset({"q", "k"})), options=_BIASES),
     "qwen2": GgufFamily("qwen2", _PLAIN, {"qkv_bias": True}),
     "qwen3": GgufFamily("qwen3", _PLAIN, {"qk_norm": True}),
+    "qwen2moe": GgufFamily(
+        "qwen2_moe",
+        replace(_PLAIN, flat=frozenset({"shared_router"})),
+        {"qkv_bias": True},
+        experts=True,
+        shared_expert=True,
+    ),
     "qwen3moe": GgufFamily("qwen3_moe", _PLAIN, {"qk_norm": True, "norm_experts": True}, experts=True),
     "phi3": GgufFamily("phi3", _FUSED, partial=True, window="attention.sliding_window"),
     "gemma2": GgufFamily(
@@ -97,6 +112,36 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
         local_theta=10000.0,
         scaled_embedding=True,
         wide_scale=62,  # the 27B model
+    ),
+    "stablelm": GgufFamily(
+        "stablelm",
+        _PLAIN,
+        {"norm": "layer", "norm_shift": True},
+        norm_eps="attention.layer_norm_epsilon",
+        options={"qkv_bias": "attn_q.bias", **dict.fromkeys(("qk_norm", "qk_norm_each"), "attn_q_norm.weight")},
+        without=dict.fromkeys(("parallel", "one_norm"), "ffn_norm.weight"),
+        partial=True,
+        harmless=frozenset({"use_parallel_residual"}),  # the converter writes true where the model does not say it
+    ),
+    "nemotron": GgufFamily(
+        "nemotron",
+        replace(_PLAIN, add_to_scales=-1.0),
+        {"norm": "layer", "norm_shift": True, "norm_offset": 1.0, "mlp": "plain", "activation": "relu2"},
+        norm_eps="attention.layer_norm_epsilon",
+        options=_BIASES,
+        partial=True,
+    ),
+    "falcon": GgufFamily(
+        "falcon",
+        replace(
+            _FUSED_QKV,
+            modules={**_FUSED_QKV.modules, "attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"},
+            one_norm={"attn_norm": "attn_norm"},
+        ),
+        {"norm": "layer", "norm_shift": True, "mlp": "plain", "activation": "gelu", "parallel": True},
+        norm_eps="attention.layer_norm_epsilon",
+        without={"one_norm": "attn_norm_2.weight"},
+        layout="jploski",  # the converter's name for q, k and v one after the other
     ),
     "starcoder2": GgufFamily(
         "starcoder2", _PLAIN, _LAYER_NORM, norm_eps="attention.layer_norm_epsilon"

@@ -17,7 +17,6 @@ from pdserve.engine.stored import StoredTensor
 from pdserve.engine.validate import MAX_EXPERTS, MAX_LAYERS
 from pdserve.errors import CheckpointError
 
-_BIAS_TENSORS = {"qkv_bias": "attn_q", "attn_out_bias": "attn_output", "mlp_bias": "ffn_up"}
 # Metadata outside the architecture's own prefix never changes the forward pass.
 _HARMLESS_PREFIXES = ("general.", "tokenizer.", "quantize.", "split.")
 
@@ -52,7 +51,8 @@ def spec_from_metadata(
     read = _sizes(fields, stored) | dict(family.traits)
     read["norm_eps"] = _single(fields.number(fields.key(family.norm_eps)))
     read |= {name: _single(fields.number(fields.key(key))) for name, key in family.numbers.items()}
-    read |= {name: f"blk.0.{_BIAS_TENSORS[name]}.bias" in stored for name in sorted(family.options)}
+    read |= {name: f"blk.0.{tensor}" in stored for name, tensor in family.options.items()}
+    read |= {name: f"blk.0.{tensor}" not in stored for name, tensor in family.without.items()}
     read |= _positions(fields, family, read, stored) | _experts(fields, family)
     read |= _layers(fields, family, read) | _scales(family, read)
     spec = ModelSpec(
@@ -61,7 +61,7 @@ def spec_from_metadata(
         bos_id=fields.integer("tokenizer.ggml.bos_token_id", None, minimum=0),
         eos_ids=_eos(fields),
     )
-    _refuse_rest(fields)
+    _refuse_rest(fields, family)
     return family, within(spec, 0)
 
 
@@ -102,11 +102,14 @@ def _positions(
 def _experts(fields: _Metadata, family: GgufFamily) -> dict[str, int]:
     if not family.experts:
         return {}
-    return {
+    found = {
         "experts": fields.size("expert_count", maximum=MAX_EXPERTS),
         "active_experts": fields.size("expert_used_count"),
         "expert_width": fields.size("expert_feed_forward_length"),
     }
+    if family.shared_expert:
+        found["shared_width"] = fields.size("expert_shared_feed_forward_length")
+    return found
 
 
 def _layers(fields: _Metadata, family: GgufFamily, read: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +171,9 @@ def _eos(fields: Fields) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
-def _refuse_rest(fields: _Metadata) -> None:
+def _refuse_rest(fields: _Metadata, family: GgufFamily) -> None:
+    for name in family.harmless:
+        fields.take(fields.key(name), None)
     fields.expect("general.type", ("model",))
     fields.expect("split.count", (0, 1))
     for name, allowed in (
@@ -176,7 +181,7 @@ def _refuse_rest(fields: _Metadata) -> None:
         ("expert_used_count", (0,)),
         ("use_parallel_residual", (False,)),
         ("attention.causal", (True,)),
-        ("tensor_data_layout", ("reference",)),
+        ("tensor_data_layout", (family.layout,)),
     ):
         if not fields.taken(fields.key(name)):
             fields.expect(fields.key(name), allowed)

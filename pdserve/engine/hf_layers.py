@@ -17,7 +17,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def layer_fields(family: Family, fields: Fields, read: Read) -> dict[str, Any]:
-    """sliding_window, layer_positions and dense_layers, as far as the family has them."""
+    """sliding_window, layer_positions and dense_layers, as far as the family has them; Falcon's other fields."""
     return _READERS[family.layers](family, fields, read)
 
 
@@ -72,14 +72,38 @@ def _some_without_positions(family: Family, fields: Fields, read: Read) -> dict[
 
 
 def _some_dense(family: Family, fields: Fields, read: Read) -> dict[str, Any]:
-    """Experts in every `decoder_sparse_step`-th layer but those of mlp_only_layers; a window everywhere or nowhere."""
-    layers, window = read["layers"], _switched_window(fields)
+    """Experts in some layers; a window everywhere or nowhere."""
+    window = _switched_window(fields)
     fields.take("max_window_layers", None)  # in many files; the peer does not read it
+    return {"sliding_window": (window,) * read["layers"] if window else (), "dense_layers": _dense(fields, read)}
+
+
+def _some_dense_without_windows(family: Family, fields: Fields, read: Read) -> dict[str, Any]:
+    fields.expect("use_sliding_window", (False,))
+    for key in ("sliding_window", "max_window_layers"):  # without effect then
+        fields.take(key, None)
+    _windows(fields, _types(fields, [_FULL] * read["layers"]), None)
+    return {"dense_layers": _dense(fields, read)}
+
+
+def _dense(fields: Fields, read: Read) -> tuple[int, ...]:
+    """Layers without experts: these are in every `decoder_sparse_step`-th layer but those of mlp_only_layers."""
+    layers = read["layers"]
     step, only = fields.integer("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
     if not isinstance(only, list) or not all(isinstance(i, int) and 0 <= i < layers for i in only):
         raise fields.unsupported("mlp_only_layers", only, f"expected numbers of {layers} layers")
-    dense = tuple(i for i in range(layers) if i in only or (i + 1) % step)
-    return {"sliding_window": (window,) * layers if window else (), "dense_layers": dense}
+    return tuple(i for i in range(layers) if i in only or (i + 1) % step)
+
+
+def _two_layouts(family: Family, fields: Fields, read: Read) -> dict[str, Any]:
+    """Falcon's first layout: one norm, and one key for all heads or one for each. The newer: groups, and two norms."""
+    newer, norms = fields.flag("new_decoder_architecture", False), "num_ln_in_parallel_attn"
+    found = fields.integer(norms, 2 if newer else 1, maximum=2)
+    if found == 2 and not newer:
+        raise fields.unsupported(norms, found, "two norms need new_decoder_architecture")
+    one_key = fields.flag("multi_query", True) and not newer
+    kv_heads = fields.integer("num_kv_heads", read["heads"])  # without effect if there is one
+    return {"kv_heads": 1 if one_key else kv_heads, "one_norm": found == 1}
 
 
 def _switched_window(fields: Fields) -> int | None:
@@ -116,4 +140,6 @@ _READERS: Mapping[str, Callable[[Family, Fields, Read], dict[str, Any]]] = {
     "types": _typed,
     "some without positions": _some_without_positions,
     "some dense": _some_dense,
+    "some dense, no windows": _some_dense_without_windows,
+    "two layouts": _two_layouts,
 }

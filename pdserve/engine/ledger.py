@@ -226,6 +226,15 @@ def _experts(spec: ModelSpec, step: Step, size: int, times: int) -> Iterable[Row
     ):
         flops, weights = linear_cost(step.rows * active, inputs, outputs, size)
         yield Row(name, (b, n, active, outputs), times, flops, weights * read)
+    if spec.shared_width:
+        for name, inputs, outputs in (
+            ("shared expert's gate", spec.width, 1),
+            ("shared expert gate", spec.width, spec.shared_width),
+            ("shared expert up", spec.width, spec.shared_width),
+            ("shared expert down", spec.shared_width, spec.width),
+        ):
+            flops, weights = linear_cost(step.rows, inputs, outputs, size)
+            yield Row(name, (b, n, outputs), times, flops, weights)
 
 
 def _visible(spec: ModelSpec, step: Step) -> dict[int, int]:

@@ -27,7 +27,7 @@ from pdserve.engine.positions import rotate
 from pdserve.engine.quantize import quantize
 from pdserve.engine.runnable import check_spec
 from pdserve.engine.spec import ModelSpec
-from pdserve.engine.weights import NORMS
+from pdserve.engine.weights import layer_norms
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Layer:
     k_norm: Norm | None
     o: Product  # Hq * d -> width
     attn_out_norm: Norm | None  # of what attention adds
-    mlp_norm: Norm | None  # before the MLP (post: after it)
+    mlp_norm: Norm | None  # before the MLP (post: after it); of one_norm attention's
     up: Product | None  # width -> ffn, or gate and up stacked: width -> 2 ffn
     down: Product | None  # ffn -> width
     experts: Experts | None
@@ -167,7 +167,7 @@ class Decoder:
 
     def _layer(self, index: int, prefix: str) -> Layer:
         spec = self.spec
-        norms = {name: self._norm(f"{prefix}{name}", spec.width) for name in NORMS[spec.norm_order]}
+        norms = {name: self._norm(f"{prefix}{name}", spec.width) for name in layer_norms(spec)}
         experts, up = spec.has_experts(index), ("gate", "up") if spec.mlp == "gated" else ("up",)
         return Layer(
             attn_norm=norms.get("attn_norm"),
@@ -176,7 +176,7 @@ class Decoder:
             k_norm=self._qk_norm(f"{prefix}k_norm", spec.kv_heads),
             o=self._linear(f"{prefix}o"),
             attn_out_norm=norms.get("attn_out_norm"),
-            mlp_norm=norms.get("mlp_norm"),
+            mlp_norm=norms.get("attn_norm" if spec.one_norm else "mlp_norm"),
             up=None if experts else self._linear(*(f"{prefix}{name}" for name in up)),
             down=None if experts else self._linear(f"{prefix}down"),
             experts=self._experts(prefix) if experts else None,
@@ -193,13 +193,20 @@ class Decoder:
             spec.active_experts,
             spec.norm_experts,
             self.tiled,
+            *(self._shared_expert(prefix) if spec.shared_width else ()),
         )
+
+    def _shared_expert(self, prefix: str) -> tuple[Expert, Product]:
+        """With its gate, which keeps its precision as the router does."""
+        gate = self._tensor(f"{prefix}shared_router.weight")
+        parts = (self._linear(f"{prefix}shared_{name}") for name in ("gate", "up", "down"))
+        return Expert(*parts), deterministic.PaddedLinear(gate, None) if self.tiled else Linear(gate)
 
     def _qk_norm(self, name: str, heads: int) -> Norm | None:
         if not self.spec.qk_norm:
             return None
         width = self.spec.head_dim * (heads if self.spec.qk_norm_whole else 1)
-        return Norm("rms", width, self.spec.norm_eps, self._scale(name), None)
+        return Norm("heads" if self.spec.qk_norm_each else "rms", width, self.spec.norm_eps, self._scale(name), None)
 
     def _norm(self, name: str, width: int) -> Norm:
         spec = self.spec

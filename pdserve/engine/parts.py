@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +15,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -22,20 +23,25 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Norm:
     """RMS norm x / rms(x), or layer norm (x - mean) / std; scale and shift [width] where learned.
 
-    A scale that is wider than x (an offset was added to it) is applied before rounding to x's dtype.
+    Of kind heads: layer norm of each head of x [T, H, width] by itself, with a scale [H, width]. A scale that is wider
+    than x (an offset was added to it) is applied before rounding to x's dtype.
     """
 
-    kind: str
+    kind: str  # rms | layer | heads
     width: int
     eps: float
     scale: Tensor | None
     shift: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.scale is not None and self.scale.dtype != x.dtype:
+            shift = None if self.shift is None else self.shift.to(self.scale.dtype)
+            return replace(self, shift=shift)(x.to(self.scale.dtype)).to(x.dtype)
+        if self.kind == "heads":
+            y = F.layer_norm(x, (self.width,), eps=self.eps)
+            return y if self.scale is None else y * self.scale
         if self.kind == "layer":
             return F.layer_norm(x, (self.width,), self.scale, self.shift, self.eps)
-        if self.scale is not None and self.scale.dtype != x.dtype:
-            return F.rms_norm(x.to(self.scale.dtype), (self.width,), self.scale, self.eps).to(x.dtype)
         out = F.rms_norm(x, (self.width,), self.scale, self.eps)
         return out if self.shift is None else out + self.shift
 

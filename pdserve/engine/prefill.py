@@ -21,8 +21,6 @@ from pdserve.engine.plan import Chunk, StepCounters, StepPlan
 from pdserve.engine.trace import StepTrace
 from pdserve.errors import InvalidRequest
 
-UNDEFINED = -1  # the position of a padding column
-
 
 @dataclass(frozen=True)
 class PrefillInputs:

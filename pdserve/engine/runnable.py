@@ -38,10 +38,15 @@ def check_spec(spec: ModelSpec) -> None:
 def _check_combinations(spec: ModelSpec) -> None:
     if spec.parallel and spec.norm_order != "pre":
         raise _unsupported("parallel", f"a parallel layer is of order pre, not {spec.norm_order}")
-    if spec.norm_offset and not (spec.norm == "rms" and spec.norm_scale and not spec.norm_shift):
-        raise _unsupported("norm_offset", "an offset belongs to a learned RMS scale")
-    if spec.qk_norm_whole and not spec.qk_norm:
-        raise _unsupported("qk_norm_whole", "there is no q/k norm")
+    if spec.one_norm and not spec.parallel:
+        raise _unsupported("one_norm", "only the MLP of a parallel layer can read what attention reads")
+    if spec.norm_offset and not (spec.norm_scale and (spec.norm == "layer" or not spec.norm_shift)):
+        raise _unsupported("norm_offset", "an offset belongs to a learned scale, of an RMS norm without a shift")
+    for name in ("qk_norm_whole", "qk_norm_each"):
+        if getattr(spec, name) and not spec.qk_norm:
+            raise _unsupported(name, "there is no q/k norm")
+    if spec.qk_norm_whole and spec.qk_norm_each:
+        raise _unsupported("qk_norm_each", "the q/k norm is over all heads together")
     if spec.experts and spec.mlp != "gated":
         raise _unsupported("experts", "experts are gated MLPs")
     if spec.experts and spec.mlp_bias:
@@ -50,6 +55,8 @@ def _check_combinations(spec: ModelSpec) -> None:
         raise _unsupported("active_experts", f"{spec.active_experts} of {spec.experts} experts")
     if bool(spec.experts) != (spec.expert_width > 0):
         raise _unsupported("expert_width", f"{spec.expert_width} for {spec.experts} experts")
+    if spec.shared_width < 0 or (spec.shared_width and not spec.experts):
+        raise _unsupported("shared_width", f"{spec.shared_width} beside {spec.experts} experts")
     if any(not 0 <= layer < spec.layers for layer in spec.dense_layers) or (spec.dense_layers and not spec.experts):
         raise _unsupported("dense_layers", f"{spec.dense_layers} among {spec.layers} layers")
 

@@ -18,7 +18,8 @@ class ModelSpec:
         branch     x + norm(f(x))
         sandwich   x + norm(f(norm(x)))
 
-    `parallel` lets both read the layer's input: x + attention(norm(x)) + mlp(other norm(x)).
+    `parallel` lets both read the layer's input: x + attention(norm(x)) + mlp(other norm(x)); with `one_norm` both norms
+    are the same.
     """
 
     vocab_size: int
@@ -37,7 +38,7 @@ class ModelSpec:
     norm_order: str = "pre"  # pre | post | branch | sandwich
     final_norm: bool = True
     mlp: str = "gated"  # gated | plain
-    activation: str = "silu"  # silu | gelu | gelu_tanh | relu
+    activation: str = "silu"  # silu | gelu | gelu_tanh | relu | relu2 (its square)
     qkv_bias: bool = False
     attn_out_bias: bool = False
     mlp_bias: bool = False
@@ -55,7 +56,7 @@ class ModelSpec:
     # Fields from here on change nothing at their defaults.
     layer_positions: tuple[PositionScheme, ...] = ()  # per layer, where layers differ; (): `positions` everywhere
     parallel: bool = False  # attention and MLP read the same x; of norm_order pre
-    norm_offset: float = 0.0  # added to every learned RMS scale
+    norm_offset: float = 0.0  # added to every learned scale of a norm
     qk_norm_whole: bool = False  # the q/k norm is over all heads together
     embed_norm: bool = False  # a norm after the embedding
     embed_scale: float = 1.0  # factor on the embedding
@@ -67,6 +68,9 @@ class ModelSpec:
     expert_width: int = 0  # inner width of one expert
     norm_experts: bool = False  # the weights of the experts taken are scaled to add up to 1
     dense_layers: tuple[int, ...] = ()  # layers with one MLP of ffn_width all the same
+    one_norm: bool = False  # of a parallel layer: the MLP has no norm of its own
+    qk_norm_each: bool = False  # the q/k norm is a layer norm without shift, with a scale for each head
+    shared_width: int = 0  # inner width of an expert that every token takes as well, times sigmoid(gate); 0: none
 
     @property
     def scale(self) -> float:

@@ -48,7 +48,7 @@ class StoredTensor(Protocol):
 class Source:
     """Where one canonical tensor comes from."""
 
-    name: str  # stored tensor; with {expert}: `stack` of them
+    name: str  # stored tensor; with {expert} or {head}: `stack` of them
     transposed: bool = False  # stored as [inputs, outputs]
     # The stored rows are `groups` runs of `of` rows each, of which rows [start, start + rows) are ours; of 0: all are.
     groups: int = 1
@@ -58,11 +58,12 @@ class Source:
     paired_heads: int = 0  # rows of this many heads hold rotary neighbours (2i, 2i+1); 0: halves already
     stack: int = 0  # tensors that are stacked along a new first axis; 0: one, as it is
     add: float = 0.0  # to every value
+    flat: bool = False  # a matrix of one row that is stored as a vector
 
     @property
     def names(self) -> tuple[str, ...]:
         """The stored tensors."""
-        return tuple(self.name.format(expert=i) for i in range(self.stack)) if self.stack else (self.name,)
+        return tuple(self.name.format(expert=i, head=i) for i in range(self.stack)) if self.stack else (self.name,)
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,15 @@ class Naming:
     """How a format names the canonical modules of weights.py."""
 
     layer: str  # prefix of a layer's tensors, with {layer}
-    modules: Mapping[str, str]  # canonical module -> stored module; with {expert} where each has a tensor of its own
+    modules: Mapping[str, str]  # canonical module -> stored module; {expert} or {head} where each has its own
     transposed: frozenset[str] = frozenset()  # canonical modules stored as [inputs, outputs]
     fused: tuple[tuple[str, ...], ...] = ()  # canonical modules that lie one after the other in one stored module
-    per_head: bool = False  # what is fused alternates head by head
+    per_head: bool = False  # what is fused alternates KV head by KV head, each after its query heads
     skipped: Mapping[str, int] = field(default_factory=dict)  # canonical module -> leading rows that nothing reads
     paired: frozenset[str] = frozenset()  # canonical modules whose rotary pairs are neighbours
     add_to_scales: float = 0.0  # what the stored scales of norms lack
+    one_norm: Mapping[str, str] = field(default_factory=dict)  # modules with another name in a layer of one norm
+    flat: frozenset[str] = frozenset()  # canonical modules of one row that are stored as vectors
     harmless: tuple[str, ...] = ()  # patterns of stored buffers that carry no weights
 
     def sources(self, spec: ModelSpec, strip: str = "") -> dict[str, Source]:
@@ -88,17 +91,20 @@ class Naming:
         parts = name.split(".")
         layer = self.layer.format(layer=parts[1]) if parts[0] == "layers" else ""
         module = parts[2] if layer else parts[0]
-        if module not in self.modules:
+        modules = {**self.modules, **self.one_norm} if spec.one_norm else self.modules
+        if module not in modules:
             raise CheckpointError(f"this format has no place for tensor {name}", field=name)
         suffix = "bias" if parts[-1] in ("bias", "shift") else "weight"
-        stored = f"{layer}{self.modules[module]}.{suffix}".removeprefix(strip)
+        stored = f"{layer}{modules[module]}.{suffix}".removeprefix(strip)
+        heads = spec.heads if module in ("q", "q_norm") else spec.kv_heads
         return Source(
             stored,
             transposed=module in self.transposed and suffix == "weight",
             **self._rows(name, module, spec, shapes),
-            paired_heads=(spec.heads if module == "q" else spec.kv_heads) if module in self.paired else 0,
-            stack=spec.experts if "{expert}" in stored else 0,
+            paired_heads=heads if module in self.paired else 0,
+            stack=spec.experts if "{expert}" in stored else heads if "{head}" in stored else 0,
             add=self.add_to_scales if parts[-1] == "scale" else 0.0,
+            flat=module in self.flat,
         )
 
     def _rows(self, name: str, module: str, spec: ModelSpec, shapes: Mapping[str, Shape]) -> dict[str, int]:
@@ -108,7 +114,7 @@ class Naming:
             return {"start": start, "rows": rows, "of": start + rows}
         for together in self.fused:
             if module in together:
-                at, groups = together.index(module), spec.heads if self.per_head else 1
+                at, groups = together.index(module), spec.kv_heads if self.per_head else 1
                 sizes = [shapes[name.replace(f".{module}.", f".{other}.")][0] // groups for other in together]
                 return {"groups": groups, "start": sum(sizes[:at]), "rows": sizes[at], "of": sum(sizes)}
         return {}
@@ -201,6 +207,8 @@ def _canonical_shape(shape: Shape, source: Source) -> Shape:
     """() if it is not of as many rows as the source says."""
     if source.transposed:
         shape = shape[::-1]
+    if source.flat:
+        shape = (1, *shape)
     if not source.of:
         return shape
     return (source.groups * source.rows, *shape[1:]) if shape[:1] == (source.groups * source.of,) else ()
@@ -210,6 +218,8 @@ def arrange(tensor: Tensor, source: Source) -> Tensor:
     """A stored matrix, or anything with its rows, as the canonical one; only `transposed` touches columns."""
     if source.transposed:
         tensor = tensor.T
+    if source.flat:
+        tensor = tensor[None]
     if source.of:
         # [groups, of, ...] -> [groups * rows, ...]
         grouped = tensor.reshape(source.groups, source.of, *tensor.shape[1:])

@@ -26,6 +26,11 @@ NORMS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+def layer_norms(spec: ModelSpec) -> tuple[str, ...]:
+    """The norms that a layer of this spec has, without those of q and k."""
+    return tuple(name for name in NORMS.get(spec.norm_order, ()) if not (spec.one_norm and name == "mlp_norm"))
+
+
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Name -> shape of every tensor that a model of this spec needs."""
     embed_width, out_width = spec.embed_width or spec.width, spec.out_width or spec.width
@@ -68,16 +73,20 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
 def _layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     shapes: dict[str, Shape] = {}
-    for name in NORMS.get(spec.norm_order, ()):
+    for name in layer_norms(spec):
         _norm(shapes, name, spec.width, spec)
     _linear(shapes, "q", q, spec.width, spec.qkv_bias)
     _linear(shapes, "k", kv, spec.width, spec.qkv_bias)
     _linear(shapes, "v", kv, spec.width, spec.qkv_bias)
     if spec.qk_norm:
-        whole = spec.qk_norm_whole
-        shapes |= {"q_norm.scale": (q if whole else spec.head_dim,), "k_norm.scale": (kv if whole else spec.head_dim,)}
+        for name, heads in (("q_norm", spec.heads), ("k_norm", spec.kv_heads)):
+            shapes[f"{name}.scale"] = (heads, spec.head_dim) if spec.qk_norm_each else (_qk_norm_width(spec, heads),)
     _linear(shapes, "o", spec.width, q, spec.attn_out_bias)
     return shapes | (_expert_tensors(spec) if spec.has_experts(layer) else _mlp_tensors(spec))
+
+
+def _qk_norm_width(spec: ModelSpec, heads: int) -> int:
+    return spec.head_dim * (heads if spec.qk_norm_whole else 1)
 
 
 def _mlp_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -91,12 +100,18 @@ def _mlp_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 def _expert_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """The experts of a layer are stacked: [experts, outputs, inputs]."""
-    return {
+    shapes: dict[str, Shape] = {
         "router.weight": (spec.experts, spec.width),
         "expert_gate.weight": (spec.experts, spec.expert_width, spec.width),
         "expert_up.weight": (spec.experts, spec.expert_width, spec.width),
         "expert_down.weight": (spec.experts, spec.width, spec.expert_width),
     }
+    if spec.shared_width:
+        _linear(shapes, "shared_router", 1, spec.width, False)
+        _linear(shapes, "shared_gate", spec.shared_width, spec.width, False)
+        _linear(shapes, "shared_up", spec.shared_width, spec.width, False)
+        _linear(shapes, "shared_down", spec.width, spec.shared_width, False)
+    return shapes
 
 
 def _linear(shapes: dict[str, Shape], name: str, outputs: int, inputs: int, bias: bool) -> None:

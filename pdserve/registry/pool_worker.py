@@ -18,26 +18,23 @@ import asyncio
 import logging
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
-from prometheus_client.registry import Collector
-
 from cache_transfer.contract import Endpoint, WorkerContract
 from pdserve.errors import Internal, PdserveError, Refused, Unavailable
-from pdserve.registry.accounts import Accounts, Stake, take_stock
+from pdserve.registry.accounts import Accounts, take_stock
 from pdserve.registry.adapters import AdapterShelf, Readable
 from pdserve.registry.adapters import Store as AdapterStore
 from pdserve.registry.heartbeat import Heartbeat
 from pdserve.registry.metrics_page import WorkerMetrics
-from pdserve.registry.parts import Books, Requests, Steps
+from pdserve.registry.parts import Books, Steps
+from pdserve.registry.pool_hooks import PoolHooks
 from pdserve.registry.probe import Prober
-from pdserve.registry.records import DRAINING, PREFILL, READY, STALLED, STARTING, Load, Registry, WorkerRecord
+from pdserve.registry.records import DRAINING, PREFILL, READY, STALLED, STARTING, Registry, WorkerRecord
 from pdserve.registry.trace import TracedRun
-from pdserve.registry.worker_service import KernelReport
 from pdserve.registry.worker_settings import CommonSettings
-from pdserve.rpc.background import Background
+from pdserve.rpc.background import Background, set_within
 from pdserve.rpc.server import Server
 from pdserve.telemetry.traces import Traces
 
@@ -48,17 +45,11 @@ HUNG_S = 1.0  # the same for a step that has had more than SETTLE_S already
 STREAM_GRACE_S = 1.0  # for streams to deliver their last event when the worker stops
 
 
-class PoolWorker(ABC):
+class PoolWorker(PoolHooks):
     """One worker: start(), then requests, then drain() and stop(). Belongs to the event loop that calls `start`.
 
     Subclasses set `pipeline` before `start`.
     """
-
-    pipeline: Requests
-    takes_prompts = False
-    """A decode worker that computes prompts itself when a router asks it to."""
-    capabilities: frozenset[str] = frozenset()
-    """See `WorkerRecord`."""
 
     def __init__(
         self,
@@ -108,33 +99,6 @@ class PoolWorker(ABC):
         self._metrics = WorkerMetrics(settings, self._collector())
         self._background = Background(self._on_death)
 
-    # -- what the pools do differently ---------------------------------------------------------
-
-    @abstractmethod
-    async def _listen(self) -> None:
-        """Binds what must be bound before requests come. Raises ConfigError."""
-
-    @abstractmethod
-    async def _close(self, wait: bool) -> None:
-        """Closes connections and threads. Not `wait`: what hangs is left behind."""
-
-    @abstractmethod
-    def _load(self) -> Load: ...
-
-    @abstractmethod
-    def _transfer_endpoints(self) -> tuple[Endpoint, ...]: ...
-
-    @abstractmethod
-    def _stakes(self) -> tuple[Stake, ...]:
-        """What every live request holds, or may come and take."""
-
-    @abstractmethod
-    def kernels(self) -> KernelReport: ...
-
-    @abstractmethod
-    def _collector(self) -> Collector:
-        """What its metrics page shows."""
-
     # -- from start to end ---------------------------------------------------------------------
 
     async def start(self) -> str:
@@ -172,10 +136,10 @@ class PoolWorker(ABC):
         if self._heartbeat is not None:
             await self._heartbeat.stop()
         await self._report()
-        if not await self._quiet_within(self._common.grace_s if grace_s is None else grace_s):
+        if not await set_within(self.pipeline.quiet, self._common.grace_s if grace_s is None else grace_s):
             log.warning("%s: the grace period is over, %d requests end", self.worker_id, self.pipeline.count)
         self.pipeline.end_all(self._not_serving())
-        if not self._abandoned and not await self._quiet_within(self._settle_s):
+        if not self._abandoned and not await set_within(self.pipeline.quiet, self._settle_s):
             self._abandoned = True
             log.error(
                 "%s: %d requests with %d pages are abandoned: an engine step has been running for %.0f s",
@@ -292,14 +256,6 @@ class PoolWorker(ABC):
     def _settle_s(self) -> float:
         """For the running step to end."""
         return HUNG_S if self._steps.busy_s > SETTLE_S else SETTLE_S
-
-    async def _quiet_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self.pipeline.quiet.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def _report(self) -> None:
         """Tells the health service."""

@@ -63,11 +63,6 @@ def parse(url: str) -> RedisPlace:
     return RedisPlace(parts.scheme, login + at, places, service, path[0] if path else "", parts.query)
 
 
-def redis_address(url: str) -> str:
-    """The URL without user and password, for people. Raises ConfigError when it has no host or a bad port."""
-    return str(parse(url))
-
-
 def _host(shown: str, text: str, default: int) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
     try:

@@ -6,6 +6,16 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 
+async def set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Waits for `event`, `seconds` at most; whether it is set."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
 class Background:
     """The tasks of one service, on its event loop.
 

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 
-from pdserve.errors import Internal, Unavailable
+from pdserve.errors import Internal
 from pdserve.rpc.settings import Options, RpcSettings, channel_options, check_plaintext, split_address
 from pdserve.rpc.tls import WORKER, Identity, Pem
 
@@ -37,17 +37,6 @@ def sync_channel(
     if settings.tls.enabled:
         return grpc.secure_channel(address, Identity(settings.tls).current().channel(), options=options)
     return grpc.insecure_channel(address, options=options)
-
-
-async def wait_ready(channel: grpc.aio.Channel, address: str, timeout_s: float) -> None:
-    """Returns once connected. Raises Unavailable after `timeout_s`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await channel.channel_ready()
-    except TimeoutError:
-        raise Unavailable(
-            f"{address}: no connection within {timeout_s:g} s", remedy=f"check that a server listens at {address}"
-        ) from None
 
 
 class ChannelPool:

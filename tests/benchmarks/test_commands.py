@@ -37,7 +37,7 @@ def figures_of(name: str, folder: Path) -> list[dict[str, Any]]:
         ("engine", 11, 5),
         ("growth", 11, 5),
         ("handoff", 9, 2),
-        ("interference", 10, 7),
+        ("interference", 12, 9),
         ("memory", 6, 4),
         ("registry", 22, 3),
         ("router", 9, 2),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import overload, soak
+from benchmarks import overload, overload_figures, soak, soak_figures
 from benchmarks.completions import Ask, Outcome
 from benchmarks.report import Figure
 from benchmarks.soak_house import Kill
@@ -49,16 +49,16 @@ def test_what_a_process_takes_while_it_warms_up_is_no_growth() -> None:
     assert watch.grown("d0.3") is None, "it did not live long enough"
 
 
-def seen(*ends: tuple[str, str]) -> soak.Soak:
+def seen(*ends: tuple[str, str]) -> soak_figures.Soak:
     outcomes = [Asked("plain", "grpc", "amber", 1.0, 2.0, end, reason, tokens=5) for end, reason in ends]
     samples = {"router.0": Sample(1.0, MIB, 20, 9)}
-    rests = [soak.Rest(float(at), 0, 0.1, (), samples, {"router.0": 30}) for at in range(3)]
-    return soak.Soak(outcomes, rests, began=0.0, ended=60.0)
+    rests = [soak_figures.Rest(float(at), 0, 0.1, (), samples, {"router.0": 30}) for at in range(3)]
+    return soak_figures.Soak(outcomes, rests, began=0.0, ended=60.0)
 
 
-def figures(of: soak.Soak) -> dict[str, Figure]:
+def figures(of: soak_figures.Soak) -> dict[str, Figure]:
     house = Namespace(kills=[Kill("p0", "SIGKILL", 1.0, ready_after_s=3.0)], unasked=[])
-    made = soak.figures_of(of, Watch(dict, 1.0), house, Namespace(done=0))  # type: ignore[arg-type]
+    made = soak_figures.figures_of(of, Watch(dict, 1.0), house, Namespace(done=0))  # type: ignore[arg-type]
     return {figure.name: figure for figure in made}
 
 
@@ -95,9 +95,9 @@ def test_recovery_lasts_until_the_last_request_that_was_refused_or_late() -> Non
     before = Phase(tuple(outcome(float(at), 1.0) for at in range(10)), 0.0, 10.0)
     flood = Phase((*before.outcomes, *(outcome(5.0, 0.0, 429, "amber") for _ in range(9))), 0.0, 10.0)
     after = Phase((outcome(10.5, 0.0, 429), outcome(13.0, 1.6), outcome(14.0, 1.4)), 10.0, 20.0)
-    measured = overload.Measured(1.0, before, flood, after)
+    measured = overload_figures.Measured(1.0, before, flood, after)
     assert measured.recovered_s == 3.0
-    found = {figure.name: figure for figure in overload.figures_of(measured)}
+    found = {figure.name: figure for figure in overload_figures.figures_of(measured)}
     assert found["overload: refused, of the tenant that floods"].value == 1.0
     assert found["overload: taken, of birch's requests"].met
     assert found["refusals that say when to come again"].value == 1.0

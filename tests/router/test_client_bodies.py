@@ -151,13 +151,10 @@ async def test_messages_reach_the_template_as_clients_mean_them(http: httpx.Asyn
     assert told.json()["tokens"] == list(expected)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("case", REFUSED)
-async def test_what_is_not_served_is_refused_by_name_with_what_to_do(
-    http: httpx.AsyncClient, case: str, streamed: bool
-) -> None:
+async def test_what_is_not_served_is_refused_by_name_with_what_to_do(http: httpx.AsyncClient, case: str) -> None:
     path, change, param, code, remedy = REFUSED[case]
-    answer = await http.post(path, json=PLAIN[path] | {"stream": streamed} | change)
+    answer = await http.post(path, json=PLAIN[path] | change)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
     assert error["type"] == "invalid_request_error" and remedy in error["message"].split("(")[-1], error["message"]

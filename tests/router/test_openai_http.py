@@ -181,19 +181,6 @@ BAD = [
 ]
 
 
-async def test_options_that_ask_for_nothing_are_taken(http: httpx.AsyncClient) -> None:
-    """Many clients send the defaults of options that are not served."""
-    nothing = {
-        "tools": [], "tool_choice": "none", "parallel_tool_calls": False, "response_format": {"type": "text"},
-        "modalities": ["text"], "store": False, "metadata": {}, "service_tier": "auto", "n": 1, "user": "someone",
-    }  # fmt: skip
-    plain = (await http.post("/v1/chat/completions", json=GREEDY)).json()
-    for sent in (nothing, dict.fromkeys(nothing)):
-        answer = await http.post("/v1/chat/completions", json=GREEDY | sent)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"] == plain["choices"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("change", "status", "param", "code"), BAD, ids=[json.dumps(b[0], default=str)[:40] for b in BAD]

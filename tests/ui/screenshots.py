@@ -89,6 +89,17 @@ async def traffic(made: House, rng: random.Random) -> None:
             await pause(1.0)
 
 
+async def lose_one(made: House) -> None:
+    """The next request goes to a prefill worker that has died, and from there to another one."""
+    await made.add_ghost("prefill-c", PREFILL, model=MODEL)
+    busy = [made.make_look_busy(name) for name in ("prefill-a", "prefill-b")]
+    async with asyncio.timeout(60):
+        while made.router.pool.is_ready(made.member("prefill-c")):
+            await pause(0.1)
+    for job in busy:
+        made.router.pool.end(job)
+
+
 async def take(what: Page | Locator, folder: Path, name: str) -> None:
     await what.screenshot(path=folder / f"{name}.png")
     size = (folder / f"{name}.png").stat().st_size
@@ -102,7 +113,7 @@ async def main(folder: Path) -> None:
         try:
             async with opened(browser, made.router.http_address, viewport=SIZE, color_scheme="light") as page:
                 await asyncio.wait(callers, timeout=WARM_S / 2)
-                await made.add_ghost("prefill-c", PREFILL, model=MODEL)
+                await lose_one(made)
                 with contextlib.suppress(PdserveError):
                     await made.router.intake.take(Ask(TextPrompt("hello"), SamplingParams(), model="smollm3"))
                 await asyncio.wait(callers, timeout=WARM_S / 2)

@@ -38,7 +38,7 @@ def test_what_the_decode_worker_computes_itself_waits_there_from_the_beginning_a
 
 def test_what_workers_tell_never_reaches_beyond_the_routers_own_marks() -> None:
     late = AttemptRecord(admitted_ms=3, queued_ms=5, prefill_ms=20, transfer_ms=50, first_token_ms=30, total_ms=60)
-    assert times(late, total=60) == [("prefill", 20), ("transfer", 10), ("decode", 30)]
+    assert times(late, total=60) == [("queued", 8), ("prefill", 20), ("transfer", 2), ("decode", 30)]
 
 
 def test_a_running_request_shows_as_far_as_it_has_come() -> None:

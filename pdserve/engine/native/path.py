@@ -32,7 +32,12 @@ _FIELDS = frozenset({
     "attention_scale", "sliding_window", "soft_cap", "bos_id", "eos_ids",
     "embed_norm", "embed_scale",  # torch embeds for the kernels, too
 })  # fmt: skip
-_VALUES = {"norm": ("rms", "layer"), "norm_order": ("pre", "post"), "mlp": ("gated", "plain")}
+_VALUES = {
+    "norm": ("rms", "layer"),
+    "norm_order": ("pre", "post"),
+    "mlp": ("gated", "plain"),
+    "activation": tuple(c.ACTIVATIONS),
+}
 _POSITIONS = ("rope", "learned", "none")
 
 
