@@ -143,7 +143,7 @@ class Handoffs:
         sequence.first = FirstLogits(logits.dtype, bytes(logits.data))
         self.on_verified(sequence.key, logits)
         self.verified_count += 1
-        self._counted.received(report, len(logits.data))
+        self._counted.handed_over(report.payload_bytes + len(logits.data), report.seconds)
         self._scheduler.join(sequence)
         self._changed()
 

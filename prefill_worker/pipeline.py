@@ -181,7 +181,7 @@ class Pipeline:
         try:
             report = await sender.run()
             self.sending.observe(report)
-            self.counted.sent(report, job.logits_bytes)
+            self.counted.handed_over(report.payload_bytes + job.logits_bytes, report.ack_at - report.granted_at)
             state, error = State.RELEASED, None
         except PdserveError as failure:
             state, error = job.ending or (exit_state(failure), failure)
@@ -275,7 +275,7 @@ class Pipeline:
             self._step_ends = self.step_s = 0.0
         took_s = time.monotonic() - now
         self.scheduler.cost.observe(spans, took_s)
-        self.counted.stepped(sum(count for _, count in spans), took_s)
+        self.counted.computed(sum(count for _, count in spans), took_s)
         return output
 
     def _apply(self, plan: StepPlan, jobs: Sequence[Job], output: StepOutput | PdserveError) -> None:

@@ -1,8 +1,9 @@
 """The architectures of GGUF files, as data; gguf_spec.py reads the metadata by them.
 
 Layouts that differ from ours, from the format's documentation and its converter: Llama's q and k rows hold rotary
-neighbours; the q, k, v of GPT-2, BLOOM and Phi-3 are one matrix, already [outputs, inputs], and BLOOM's and
-Falcon's no longer alternate head by head; Phi-3's gate and up are one matrix; Gemma's norms are stored with their offset added.
+neighbours; the q, k, v of GPT-2, BLOOM, Falcon and Phi-3 are one matrix, already [outputs, inputs], and BLOOM's and
+Falcon's no longer alternate head by head; Phi-3's gate and up are one matrix; the norms of Gemma and Nemotron are
+stored with their offset added.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from typing import Protocol
 
 from pdserve.errors import PdserveError
+from pdserve.registry.pool_metrics import PoolCounted
 
 
 class Steps(Protocol):
@@ -40,6 +41,11 @@ class Requests(Protocol):
     @property
     def quiet(self) -> asyncio.Event:
         """Set while no request is here."""
+        ...
+
+    @property
+    def counted(self) -> PoolCounted:
+        """For the metrics page."""
         ...
 
     @property

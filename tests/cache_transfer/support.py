@@ -33,6 +33,7 @@ from pdserve.errors import PdserveError
 from pdserve.rpc.channel import channel
 from pdserve.rpc.server import Server
 from tests.cache_transfer.pages import WAIT_S, Array, NumpySink, NumpySource
+from tests.clock import Clock
 
 INCARNATION = b"i" * 16
 VOCAB = 11
@@ -135,14 +136,6 @@ class Host:
         if sink is not None:
             sink.closed = True
         self.over.set()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

@@ -8,7 +8,8 @@ from cache_transfer.contract import Endpoint
 from cache_transfer.opening import make_opening
 from cache_transfer.tickets import TicketBook
 from pdserve.errors import Refused
-from tests.cache_transfer.support import INCARNATION, Clock, make_contract, make_identity
+from tests.cache_transfer.support import INCARNATION, make_contract, make_identity
+from tests.clock import Clock
 
 CONTRACT = make_contract()
 IDENTITY = make_identity(CONTRACT, 9)

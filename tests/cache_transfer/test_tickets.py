@@ -10,7 +10,8 @@ from cache_transfer.contract import Endpoint, Ticket
 from cache_transfer.opening import make_opening
 from cache_transfer.tickets import Claim, TicketBook
 from pdserve.errors import DataLoss, Fenced, Internal, PdserveError, Refused
-from tests.cache_transfer.support import INCARNATION, Clock, make_contract, make_identity
+from tests.cache_transfer.support import INCARNATION, make_contract, make_identity
+from tests.clock import Clock
 
 CONTRACT = make_contract()
 IDENTITY = make_identity(CONTRACT, 9, start=4)

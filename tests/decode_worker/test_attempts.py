@@ -12,18 +12,16 @@ from cache_transfer.shared import Ring
 from cache_transfer.transport import PushStream
 from cache_transfer.wire import contract_to_proto, identity_from_proto, identity_to_proto
 from decode_worker.sequence import State
-from pdserve.errors import (
-    DataLoss,
-    DeadlineExceeded,
-    Fenced,
-    Incompatible,
-    Refused,
-)
+from pdserve.errors import DataLoss, DeadlineExceeded, Fenced, Incompatible, Refused
+from pdserve.request import SamplingParams
 from pdserve.v1 import common_pb2, decode_pb2
 from tests.cache_transfer.by_hand import damaged
 from tests.decode_worker.driving import bring_to
 from tests.decode_worker.rig import Call, Rig, local, rig
 from tests.engine.tiny import prompt
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, seed=0)
+LONG = replace(PARAMS, max_tokens=80)
 
 
 async def test_a_sender_that_stalls_may_be_replaced() -> None:

@@ -1,4 +1,4 @@
-"""Cancellation, expiry, bad data and full queues: a typed error, nothing held, others unharmed."""
+"""Cancellation, expiry, bad logits and full queues: a typed error, nothing held, others unharmed."""
 
 from __future__ import annotations
 

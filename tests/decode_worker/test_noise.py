@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from decode_worker.noise import draw, gumbel, noise_bits, noise_key
+
+VOCAB = 49152
+Floats = NDArray[np.float64]
+
+# 99.9 % points of the chi-square distribution by degrees of freedom. Seeds are fixed, so
+# each test gives one number for ever.
+CHI_999 = {8: 26.12, 63: 103.44, 15: 37.70}
+DRAWS = 8000
+
+NOISE_KEY_0 = 16294208416658607535
+NOISE_BITS = [2618751803949887, 4046721438692068]
 
 
 def test_noise_stays_inside_its_range() -> None:

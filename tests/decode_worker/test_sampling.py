@@ -1,4 +1,4 @@
-"""The sampler against a plain-Python oracle, transformers' processors, and its own statistics."""
+"""The sampler against a plain-Python oracle and transformers' processors."""
 
 from __future__ import annotations
 
@@ -236,16 +236,6 @@ def test_a_draw_does_not_depend_on_what_filters_removed() -> None:
         free = choose(SamplingParams(seed=seed), logits).token
         if free in filtered(logits, SamplingParams(top_k=50))[0]:
             assert choose(SamplingParams(seed=seed, top_k=50), logits).token == free
-
-
-# 99.9 % points of the chi-square distribution by degrees of freedom. Seeds are fixed, so
-# each test gives one number for ever.
-CHI_999 = {8: 26.12, 63: 103.44, 15: 37.70}
-DRAWS = 8000
-
-
-NOISE_KEY_0 = 16294208416658607535
-NOISE_BITS = [2618751803949887, 4046721438692068]
 
 
 @pytest.mark.parametrize("first", ["cpu", "meta"])

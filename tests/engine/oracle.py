@@ -65,7 +65,8 @@ def _layer(s: ModelSpec, t: Mapping[str, Tensor], layer: int, xs: list[Tensor]) 
         after = s.norm_order in ("branch", "sandwich")
         y = x + (_norm(s, t, p + "attn_out_norm", attended) if after else attended) * s.residual_scale
         z = x if s.parallel else y
-        added = mlp(s, t, p, _norm(s, t, p + "mlp_norm", z) if before else z)
+        name = "attn_norm" if s.one_norm else "mlp_norm"
+        added = mlp(s, t, p, _norm(s, t, p + name, z) if before else z)
         outputs.append(y + (_norm(s, t, p + "mlp_out_norm", added) if after else added) * s.residual_scale)
     return outputs
 
@@ -104,6 +105,10 @@ def _heads(
     rows = _affine(t, name, h).reshape(heads, s.head_dim)
     if s.qk_norm and s.qk_norm_whole:
         rows = rows / torch.sqrt((rows * rows).mean() + s.norm_eps) * t[name + "_norm.scale"].reshape(rows.shape)
+    elif s.qk_norm and s.qk_norm_each:
+        rows = rows - rows.mean(1, keepdim=True)
+        spread = torch.sqrt((rows * rows).mean(1, keepdim=True) + s.norm_eps)
+        rows = rows / spread * (t[name + "_norm.scale"] + s.norm_offset)
     elif s.qk_norm:
         scale = t[name + "_norm.scale"] + s.norm_offset
         rows = torch.stack([row / torch.sqrt((row * row).mean() + s.norm_eps) * scale for row in rows])
@@ -151,7 +156,11 @@ def _experts(s: ModelSpec, t: Mapping[str, Tensor], p: str, z: Tensor) -> Tensor
     for e in best:
         inner = _act(s.activation, t[p + "expert_gate.weight"][e] @ z) * (t[p + "expert_up.weight"][e] @ z)
         out = out + scores[e] / total * (t[p + "expert_down.weight"][e] @ inner)
-    return out
+    if not s.shared_width:
+        return out
+    share = 1 / (1 + math.exp(-float(t[p + "shared_router.weight"][0] @ z)))
+    inner = _act(s.activation, t[p + "shared_gate.weight"] @ z) * (t[p + "shared_up.weight"] @ z)
+    return out + share * (t[p + "shared_down.weight"] @ inner)
 
 
 def _act(name: str, x: Tensor) -> Tensor:
@@ -159,6 +168,8 @@ def _act(name: str, x: Tensor) -> Tensor:
         return x / (1 + torch.exp(-x))
     if name == "relu":
         return torch.where(x > 0, x, torch.zeros_like(x))
+    if name == "relu2":
+        return torch.where(x > 0, x * x, torch.zeros_like(x))
     if name == "gelu":
         return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

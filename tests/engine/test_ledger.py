@@ -110,7 +110,7 @@ def test_the_slower_of_compute_and_traffic_is_the_bound() -> None:
         spec(mlp="plain", activation="gelu", norm="layer", norm_shift=True, kv_heads=2),
         spec(embed_width=24, out_width=40, tied_head=False),
         spec(norm_order="sandwich", embed_norm=True, logit_soft_cap=3.0),
-        spec(experts=5, active_experts=2, expert_width=40, dense_layers=(0,)),
+        spec(experts=5, active_experts=2, expert_width=40, dense_layers=(0,), shared_width=24),
     ],
 )
 def test_flops_are_those_that_torch_counts(of: ModelSpec) -> None:

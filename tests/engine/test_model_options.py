@@ -56,6 +56,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi, six heads, grouped": {"positions": replace(ALIBI, dims=6), "heads": 6, "soft_cap": 2.0},
     "experts": {**EXPERTS, "norm_experts": True},
     "experts, some layers dense": {**EXPERTS, "expert_width": 21, "dense_layers": (1,), "residual_scale": 0.5},
+    "experts, one shared": {**EXPERTS, "shared_width": 11},
+    "one norm, and one for each head": {
+        "parallel": True, "one_norm": True, "norm": "layer", "norm_shift": True, "qk_norm": True, "qk_norm_each": True,
+    },
+    "offsets of layer norms, squared relu": {
+        "norm": "layer", "norm_shift": True, "norm_offset": 1.0, "mlp": "plain", "activation": "relu2",
+    },
     "linear": {"positions": LINEAR},
     "odd sizes": {"ffn_width": 37, "width": 30},
 }  # fmt: skip
@@ -115,8 +122,13 @@ def test_other_dtypes_stay_near_the_oracle(dtype: str, tolerance: float) -> None
         ("activation", {"activation": "swish9"}),
         ("kv_heads", {"kv_heads": 3}),
         ("parallel", {"parallel": True, "norm_order": "sandwich"}),
-        ("norm_offset", {"norm_offset": 1.0, "norm": "layer"}),
+        ("norm_offset", {"norm_offset": 1.0, "norm": "layer", "norm_scale": False}),
+        ("norm_offset", {"norm_offset": 1.0, "norm_shift": True}),
+        ("one_norm", {"one_norm": True}),
         ("qk_norm_whole", {"qk_norm_whole": True}),
+        ("qk_norm_each", {"qk_norm_each": True}),
+        ("qk_norm_each", {"qk_norm": True, "qk_norm_each": True, "qk_norm_whole": True}),
+        ("shared_width", {"shared_width": 8}),
         ("experts", {**EXPERTS, "mlp": "plain"}),
         ("mlp_bias", {**EXPERTS, "mlp_bias": True}),
         ("active_experts", {**EXPERTS, "active_experts": 6}),

@@ -1,4 +1,4 @@
-"""The native kernels against the plain path, against a decoder written apart, and how they are built and chosen."""
+"""The native kernels against the plain path and against a decoder written apart."""
 
 from __future__ import annotations
 

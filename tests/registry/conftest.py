@@ -16,15 +16,8 @@ from pdserve.registry.records import Registry
 from pdserve.registry.redis import RedisRegistry
 from pdserve.registry.service import add_registry
 from pdserve.rpc.server import Server
+from tests.clock import Clock
 from tests.redis_server import RedisServer, running_redis
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

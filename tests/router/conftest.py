@@ -1,13 +1,15 @@
-"""A router with a pair of workers, and OpenAI's client and plain HTTP in front of it, once for each module of tests."""
+"""A router with a pair of workers, OpenAI's client and plain HTTP in front of it, once for each module; a clock."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import httpx
+import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from tests.clock import Clock
 from tests.router.support import House, house
 
 
@@ -29,3 +31,8 @@ async def client(made: House) -> AsyncIterator[AsyncOpenAI]:
 async def http(made: House) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=f"http://{made.router.http_address}", timeout=20) as it:
         yield it
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()

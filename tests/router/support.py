@@ -30,7 +30,7 @@ from prefill_worker.worker import PrefillWorker
 from router.app import Router
 from router.backlog import Event
 from router.gate import Member, group_key
-from router.pool import Job
+from router.pool import Job, Pool
 from router.request import Ask, TokenPrompt
 from router.settings import RouterSettings
 from tests.engine.tiny import spec, tiny_model
@@ -235,3 +235,8 @@ def finish_of(events: Sequence[Event]) -> Finish:
 def record_of(events: Sequence[Event]) -> HandoffRecord:
     (found,) = [event for event in events if isinstance(event, HandoffRecord)]
     return found
+
+
+def ready(pool: Pool) -> list[str]:
+    """Ids of the workers of MODEL in rotation."""
+    return [m.id for m in pool.ready(MODEL)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ _ARCHITECTURES = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "stablelm": gguf.MODEL_ARCH.STABLELM,
+    "nemotron": gguf.MODEL_ARCH.NEMOTRON,
+    "falcon": gguf.MODEL_ARCH.FALCON,
+    "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "gpt2": gguf.MODEL_ARCH.GPT2,
     "bloom": gguf.MODEL_ARCH.BLOOM,
 }
-_RENAMED = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "mistral": "llama"}
+_RENAMED = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "mistral": "llama"}
 _CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 F32 = gguf.GGMLQuantizationType.F32
 
@@ -106,9 +111,20 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
             f"{arch}.attention.head_count_kv": config.n_head,
             f"{arch}.attention.layer_norm_epsilon": config.layer_norm_epsilon,
         }
+    if arch == "falcon":
+        one_key = config.multi_query and not config.new_decoder_architecture
+        return common | {
+            f"{arch}.tensor_data_layout": "jploski",
+            f"{arch}.feed_forward_length": config.ffn_hidden_size,
+            f"{arch}.attention.head_count_kv": 1 if one_key else config.num_kv_heads,
+            f"{arch}.attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        }
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    norm = "layer_norm" if arch == "starcoder2" else "layer_norm_rms"
+    norm = "layer_norm" if arch in ("starcoder2", "stablelm", "nemotron") else "layer_norm_rms"
+    eps = next(
+        e for n in ("norm_epsilon", "layer_norm_eps", "norm_eps", "rms_norm_eps") if (e := getattr(config, n, 0))
+    )
     own: dict[str, Any] = {}
     if arch in ("gemma2", "gemma3", "phi3"):
         own[f"{arch}.attention.sliding_window"] = config.sliding_window or 0
@@ -117,7 +133,11 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
         own[f"{arch}.final_logit_softcapping"] = config.final_logit_softcapping
     if arch == "phi3":
         own[f"{arch}.rope.scaling.original_context_length"] = config.original_max_position_embeddings
-    if arch == "qwen3moe":
+    if arch == "stablelm":
+        own[f"{arch}.use_parallel_residual"] = True  # the converter's default, whatever the model has
+    if arch == "qwen2moe":
+        own[f"{arch}.expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if arch in ("qwen2moe", "qwen3moe"):
         own[f"{arch}.expert_count"] = config.num_experts
         own[f"{arch}.expert_used_count"] = config.num_experts_per_tok
         own[f"{arch}.expert_feed_forward_length"] = config.moe_intermediate_size
@@ -132,7 +152,7 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
         | {
             f"{arch}.feed_forward_length": config.intermediate_size,
             f"{arch}.attention.head_count_kv": config.num_key_value_heads,
-            f"{arch}.attention.{norm}_epsilon": getattr(config, "norm_epsilon", None) or config.rms_norm_eps,
+            f"{arch}.attention.{norm}_epsilon": eps,
             f"{arch}.attention.key_length": head_dim,
             f"{arch}.attention.value_length": head_dim,
             f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
@@ -146,15 +166,27 @@ def _tensors(model: Any, arch: str) -> dict[str, Tensor]:
     config = model.config
     names = gguf.get_tensor_name_map(_ARCHITECTURES[arch], config.num_hidden_layers)
     stored: dict[str, Tensor] = {}
+    heads: dict[str, list[Tensor]] = defaultdict(list)
     for key, tensor in model.state_dict().items():
         if config.tie_word_embeddings and key == "lm_head.weight":
             continue
         if arch == "gpt2" and key.endswith(_CONV1D):
             tensor = tensor.T
-        if arch in ("gemma2", "gemma3") and key.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3", "nemotron") and key.endswith("norm.weight"):
             tensor = tensor + 1
         if arch == "bloom" and ".query_key_value." in key:  # heads of (q, k, v) become all q, all k, all v
             tensor = tensor.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+        if arch == "falcon" and ".query_key_value." in key:  # groups of (queries, k, v) become all q, all k, all v
+            head_dim = config.hidden_size // config.num_attention_heads
+            groups = (tensor.shape[0] // head_dim - config.num_attention_heads) // 2
+            grouped = tensor.unflatten(0, (groups, -1, head_dim))
+            parts = grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:]
+            tensor = torch.cat([part.flatten(0, 2) for part in parts])
+        if ".norms." in key:  # of one head each; stacked below
+            heads[key.split(".norms.")[0] + ".weight"].append(tensor)
+            continue
+        if key.endswith(".shared_expert_gate.weight"):
+            tensor = tensor[0]
         if key.endswith(".experts.gate_up_proj"):
             block = key.split(".")[2]
             stored |= {
@@ -172,6 +204,8 @@ def _tensors(model: Any, arch: str) -> dict[str, Tensor]:
         if key.endswith(".experts.down_proj"):
             name += ".weight"
         stored[name] = tensor
+    for key, scales in heads.items():
+        stored[names.get_name(key, try_suffixes=(".weight",)) or key] = torch.stack(scales)
     return stored
 
 

@@ -55,6 +55,13 @@ _WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 _NEOX = {"num_key_value_heads": None, "rms_norm_eps": None, "hidden_size": 64, "head_dim": None, "rope_parameters": {
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
 }}  # fmt: skip
+_STABLELM = {"hidden_size": 64, "head_dim": None, "rms_norm_eps": None, "layer_norm_eps": 1e-5, "use_qkv_bias": True}
+_NEMOTRON = {"rms_norm_eps": None, "norm_eps": 1e-5}
+_FALCON = {
+    "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64,
+    "layer_norm_epsilon": 1e-5, **_SMALL,
+}  # fmt: skip
+_GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 56}
 _OPT = {
     "vocab_size": VOCAB, "hidden_size": 40, "ffn_dim": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 64, "init_std": SPREAD, "bos_token_id": 1, "eos_token_id": 2, "word_embed_proj_dim": 40,
@@ -180,6 +187,11 @@ _ROWS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {**_MOE, **_WINDOW, "mlp_only_layers": [1]},
     ),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**_MOE, "head_dim": None, "shared_expert_intermediate_size": 28, "mlp_only_layers": [1]},
+    ),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", _MIXTRAL),
     "mixtral-window": ("MixtralConfig", "MixtralForCausalLM", {**_MIXTRAL, "sliding_window": 5}),
     "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _NEOX),
@@ -187,6 +199,20 @@ _ROWS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
         "GPTNeoXConfig",
         "GPTNeoXForCausalLM",
         {**_NEOX, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
+    ),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", _STABLELM),
+    "stablelm-parallel": (  # as the 12B model
+        "StableLmConfig",
+        "StableLmForCausalLM",
+        {**_STABLELM, "use_qkv_bias": False, "use_parallel_residual": True, "qk_layernorm": True},
+    ),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", _NEMOTRON),
+    "falcon": ("FalconConfig", "FalconForCausalLM", _FALCON),
+    "falcon-groups": ("FalconConfig", "FalconForCausalLM", {**_FALCON, **_GROUPS}),  # as the 40B model
+    "falcon-groups-one-norm": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**_FALCON, **_GROUPS, "num_ln_in_parallel_attn": 1, "bias": True, "tie_word_embeddings": False},
     ),
     "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
     "opt-post-norm": (
@@ -208,7 +234,12 @@ _PEERS = {**_ROWS, **_LONG}
 NAMES = tuple(_PEERS)
 _SIZED = ("head_dim", "num_key_value_heads", "rms_norm_eps")  # None: the family has no such key
 _GPT2_SIZES = {"n_embd": 40, "n_layer": 3, "n_head": 4, "n_positions": 64, **_SMALL}
-_SIZES: Mapping[str, dict[str, Any]] = {"GPT2Config": _GPT2_SIZES, "OPTConfig": {}, "BloomConfig": {}}
+_SIZES: Mapping[str, dict[str, Any]] = {
+    "GPT2Config": _GPT2_SIZES,
+    "OPTConfig": {},
+    "BloomConfig": {},
+    "FalconConfig": {},
+}
 
 
 def make_peer(name: str, **options: Any) -> Any:

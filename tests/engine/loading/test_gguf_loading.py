@@ -43,6 +43,8 @@ EVEN = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
         "bloom",
         "bloom-six-heads",
         "qwen3-moe",
+        "stablelm-parallel",
+        "falcon-groups",
     ],
 )
 def test_gguf_logits_equal_the_source_models(name: str, tmp_path: Path) -> None:
@@ -68,6 +70,15 @@ READABLE: dict[str, dict[str, Any]] = {
     "gemma2": {**DEFAULT_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3": {**DEFAULT_GEMMA, "num_hidden_layers": 7, "sliding_window_pattern": 6, "rope_parameters": None},
     "starcoder2": {"sliding_window": None},
+    "stablelm": {},
+    "nemotron": {},
+    "falcon": {},
+    "qwen2-moe": {
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 1,
+    },
     "gpt2": {"n_positions": 1024},
     "bloom": {},
 }
@@ -88,11 +99,29 @@ def test_each_architecture_that_we_serve_gives_the_logits_of_the_peer_reading_th
         torch.testing.assert_close(got, expected, rtol=0, atol=peers.TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2", "gemma3", "phi3", "bloom"])
+ONE_SPEC = (
+    "llama",
+    "qwen2-moe",
+    "qwen3-moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "bloom",
+    "stablelm-parallel",
+    "nemotron",
+    "falcon",
+)
+
+
+@pytest.mark.parametrize("name", ONE_SPEC)
 def test_gguf_and_directory_give_one_spec(name: str, tmp_path: Path) -> None:
     """Of models in the sizes that the format takes for granted."""
-    options = {} if name == "phi3" else {**READABLE[name], "sliding_window": 5} if "gemma" in name else READABLE[name]
-    model = peers.make_peer(name, **{"norm_topk_prob": True, **options} if "moe" in name else options)
+    options = {} if name == "phi3" else dict(READABLE.get(name, {}))
+    if "gemma" in name:
+        options["sliding_window"] = 5
+    if name == "qwen3-moe":
+        options["norm_topk_prob"] = True
+    model = peers.make_peer(name, **options)
     directory = load_model(peers.save_peer(model, tmp_path / "hf"), "fp32").spec
     file = load_model(write_gguf(model, tmp_path / "m.gguf"), "fp32").spec
     assert dataclasses.replace(file, context_limit=directory.context_limit) == directory

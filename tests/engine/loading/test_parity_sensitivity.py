@@ -60,7 +60,7 @@ def pairs_not_reordered(tensor: Tensor, model: LoadedModel) -> Tensor:
 
 def without_qk_norm(model: LoadedModel) -> LoadedModel:
     tensors = {name: t for name, t in model.tensors.items() if "q_norm" not in name and "k_norm" not in name}
-    return change_spec(qk_norm=False)(dataclasses.replace(model, tensors=tensors))
+    return change_spec(qk_norm=False, qk_norm_each=False)(dataclasses.replace(model, tensors=tensors))
 
 
 def unscaled_rope(model: LoadedModel) -> LoadedModel:
@@ -155,6 +155,14 @@ FAULTS: Mapping[str, tuple[str, Fault]] = {
     "mixtral: one expert instead of two": ("mixtral", change_spec(active_experts=1)),
     "gpt-neox: one after the other": ("gpt-neox", change_spec(parallel=False)),
     "gpt-neox: the whole head rotated": ("gpt-neox", change_spec(positions=PositionScheme("rope", 1e4, 16))),
+    "stablelm: q/k norm left out": ("stablelm-parallel", without_qk_norm),
+    "stablelm: another head's norm": ("stablelm-parallel", change_tensors("q_norm", lambda t, _: t.roll(1, 0))),
+    "nemotron: norms without their offset": ("nemotron", change_spec(norm_offset=0.0)),
+    "nemotron: not squared": ("nemotron", change_spec(activation="relu")),
+    "falcon: wrong KV head": ("falcon-groups", OTHER_HEAD),
+    "falcon: norms exchanged": ("falcon-groups", exchanged("attn_norm", "mlp_norm")),
+    "qwen2-moe: shared expert not weighted": ("qwen2-moe", change_tensors("shared_router", zero)),
+    "qwen2-moe: weights normed": ("qwen2-moe", change_spec(norm_experts=True)),
     "opt: position offset left out": ("opt", change_tensors("pos", lambda t, _: t.roll(2, 0))),
     "bloom: positions left out": ("bloom", NO_POSITIONS),
     "bloom: slopes of another number of heads": ("bloom-six-heads", change_tensors(".q.", next_query_head)),

@@ -88,6 +88,7 @@ def test_what_single_layers_have_is_written_and_read(tmp_path: Path) -> None:
     spec = dataclasses.replace(
         SPEC, positions=rope, layer_positions=(rope, PositionScheme(kind="none")), mlp="gated", experts=3,
         active_experts=2, expert_width=5, norm_experts=True, dense_layers=(1,), logit_soft_cap=30.0,
+        shared_width=3,
     )  # fmt: skip
     tensors = tensors_of(spec)
     assert tensors["layers.0.expert_gate.weight"].shape == (3, 5, 8) and "layers.1.up.weight" in tensors
