@@ -12,8 +12,8 @@ from decode_worker.sequence import State
 from pdserve.errors import DeadlineExceeded, Refused
 from pdserve.request import SamplingParams
 from pdserve.v1 import worker_pb2
+from tests.decode_worker.driving import Gate, bring_to
 from tests.decode_worker.rig import Call, Rig, rig
-from tests.decode_worker.test_faults import Gate, bring_to
 from tests.engine.tiny import prompt, tiny_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, seed=0)

@@ -23,9 +23,9 @@ from pdserve.registry.records import READY, STALLED
 from pdserve.registry.settings import RegistrySettings
 from pdserve.request import SamplingParams
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from tests.decode_worker.driving import Gate, bring_to
 from tests.decode_worker.rig import WAIT_S, Call, Rig, local, rig
 from tests.decode_worker.small_bundle import small_bundle
-from tests.decode_worker.test_faults import Gate, bring_to
 from tests.engine.tiny import prompt, spec, tiny_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, seed=0)

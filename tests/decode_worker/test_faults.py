@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from pdserve.errors import (
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import Finish, TokenBatch
 from pdserve.v1 import decode_pb2
-from tests.decode_worker.driving import bring_to
+from tests.decode_worker.driving import Gate, bring_to
 from tests.decode_worker.rig import WAIT_S, Rig, local, rig
 from tests.engine.tiny import prompt, tiny_engine
 
@@ -39,28 +38,6 @@ GRANTED_PAGES = 3  # of 4 tokens: 9 of the prompt and the first of the output
 async def check_serves(r: Rig) -> None:
     """Others are unharmed: the same worker answers as one process does."""
     assert (await r.generate(prompt(6, seed=9), PARAMS)).ids == local([prompt(6, seed=9)], PARAMS)[0].ids
-
-
-class Gate:
-    """Holds the engine's thread until opened."""
-
-    def __init__(self, r: Rig) -> None:
-        self._open = threading.Event()
-        self._closed = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def hold() -> None:
-            loop.call_soon_threadsafe(self._closed.set)
-            assert self._open.wait(WAIT_S)
-
-        self._task = asyncio.create_task(r.worker._thread.run(hold))
-
-    async def closed(self) -> None:
-        await asyncio.wait_for(self._closed.wait(), WAIT_S)
-
-    async def open(self) -> None:
-        self._open.set()
-        await self._task
 
 
 @pytest.mark.parametrize("state", [State.WAITING, State.GRANTED, State.RECEIVING, State.VERIFIED, State.DECODING])

@@ -1,4 +1,4 @@
-"""What routers tell each other of tenants' limits, and by how much they can exceed them: by a clock that the test moves."""
+"""What routers tell each other of tenants' limits, and how far they can exceed them: by a clock that tests move."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from pdserve.registry.quota_notes import Usage
 from router.quotas import REMEMBER_S, Quotas
-from tests.router.test_quotas import Clock, a_request, clock, quotas, refused
-
-__all__ = ["clock"]  # a fixture
+from tests.clock import Clock
+from tests.router.test_quotas import a_request, quotas, refused
 
 
 def two_that_met(clock: Clock, **limits: Any) -> tuple[Quotas, Quotas]:

@@ -125,6 +125,7 @@ async def main(folder: Path) -> None:
                 await page.keyboard.press("Escape")
                 await page.emulate_media(color_scheme="dark")
                 await page.mouse.move(0, 0)
+                await page.set_viewport_size({"width": 1180, "height": 600})
                 await page.evaluate(
                     "document.activeElement.blur(), document.getElementById('requests').scrollIntoView()"
                 )

@@ -13,13 +13,13 @@ import transformers
 
 from pdserve.engine.load import load_model
 from pdserve.errors import CheckpointError
-from tests.engine.loading import peers
+from tests.engine.loading import peer_rows, peers
 from tests.engine.loading.gguf_writing import llama3_divisors, pair_neighbours, write_gguf
 
 LENGTH = 23
 CUTS = {"prefill": (), "chunked": (3, 4, 11, 20), "decode": tuple(range(9, LENGTH))}
 # As the loader reads it: every published llama3-scaled model has these parameters.
-STANDARD_LLAMA3 = {**peers.LLAMA3, "original_max_position_embeddings": 8192}
+STANDARD_LLAMA3 = {**peer_rows.LLAMA3, "original_max_position_embeddings": 8192}
 # Rows of a multiple of 32, the block of the quantised types, which also divides width by heads.
 EVEN = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
 
@@ -60,6 +60,7 @@ def test_gguf_logits_equal_the_source_models(name: str, tmp_path: Path) -> None:
 
 # The peer takes from its own defaults what it does not read from the file: the models must have these sizes.
 DEFAULT_GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "num_hidden_layers": 2}
+DEFAULT_QWEN2_MOE = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
 READABLE: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -71,14 +72,9 @@ READABLE: dict[str, dict[str, Any]] = {
     "gemma3": {**DEFAULT_GEMMA, "num_hidden_layers": 7, "sliding_window_pattern": 6, "rope_parameters": None},
     "starcoder2": {"sliding_window": None},
     "stablelm": {},
-    "nemotron": {},
+    "nemotron": {"hidden_size": 64, "head_dim": 16},
     "falcon": {},
-    "qwen2-moe": {
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "mlp_only_layers": [],
-        "num_hidden_layers": 1,
-    },
+    "qwen2-moe": {**DEFAULT_QWEN2_MOE, "mlp_only_layers": [], "num_hidden_layers": 1},
     "gpt2": {"n_positions": 1024},
     "bloom": {},
 }
@@ -89,7 +85,7 @@ def test_each_architecture_that_we_serve_gives_the_logits_of_the_peer_reading_th
     name: str, tmp_path: Path
 ) -> None:
     model = peers.make_peer(name, **READABLE[name])
-    words = {"tokenizer.ggml.tokens": [str(number) for number in range(peers.VOCAB)]}
+    words = {"tokenizer.ggml.tokens": [str(number) for number in range(peer_rows.VOCAB)]}
     loaded = load_model(write_gguf(model, tmp_path / "tiny.gguf", metadata=words), "fp32")
     ids = peers.prompt(LENGTH)
     expected = peers.peer_logits(peer_reading(tmp_path / "tiny.gguf"), ids)
@@ -99,28 +95,26 @@ def test_each_architecture_that_we_serve_gives_the_logits_of_the_peer_reading_th
         torch.testing.assert_close(got, expected, rtol=0, atol=peers.TOLERANCE)
 
 
-ONE_SPEC = (
-    "llama",
-    "qwen2-moe",
-    "qwen3-moe",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "bloom",
-    "stablelm-parallel",
-    "nemotron",
-    "falcon",
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "qwen2-moe",
+        "qwen3-moe",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "bloom",
+        "stablelm-parallel",
+        "nemotron",
+        "falcon",
+        "falcon-groups",
+    ],
 )
-
-
-@pytest.mark.parametrize("name", ONE_SPEC)
 def test_gguf_and_directory_give_one_spec(name: str, tmp_path: Path) -> None:
     """Of models in the sizes that the format takes for granted."""
     options = {} if name == "phi3" else dict(READABLE.get(name, {}))
-    if "gemma" in name:
-        options["sliding_window"] = 5
-    if name == "qwen3-moe":
-        options["norm_topk_prob"] = True
+    options |= {"sliding_window": 5} if "gemma" in name else {"norm_topk_prob": True} if name == "qwen3-moe" else {}
     model = peers.make_peer(name, **options)
     directory = load_model(peers.save_peer(model, tmp_path / "hf"), "fp32").spec
     file = load_model(write_gguf(model, tmp_path / "m.gguf"), "fp32").spec
@@ -129,7 +123,7 @@ def test_gguf_and_directory_give_one_spec(name: str, tmp_path: Path) -> None:
 
 def test_yarn_and_longrope_are_read_from_gguf(tmp_path: Path) -> None:
     ids = peers.prompt(LENGTH)
-    yarn = peers.scaled("yarn", factor=4.0, original_max_position_embeddings=16)
+    yarn = peer_rows.scaled("yarn", factor=4.0, original_max_position_embeddings=16)
     model = peers.make_peer("llama-yarn", **yarn)
     got = peers.load_logits(write_gguf(model, tmp_path / "yarn.gguf"), ids)
     torch.testing.assert_close(got, peers.peer_logits(model, ids), rtol=0, atol=peers.TOLERANCE)

@@ -10,14 +10,14 @@ import pytest
 from pdserve.engine.load import load_model
 from pdserve.engine.spec import ModelSpec
 from pdserve.errors import CheckpointError
-from tests.engine.loading import peers
+from tests.engine.loading import peer_rows, peers
 from tests.engine.loading.directories import ABSENT, directory, edit_json
 
 LINEAR_LAYER = ["full_attention", "linear_attention", "full_attention"]
 WINDOWED = {"use_sliding_window": True, "sliding_window": 5}
 
 
-PHI4 = {key: peers.longrope(6)["rope_parameters"][key] for key in ("short_factor", "long_factor")}
+PHI4 = {key: peer_rows.longrope(6)["rope_parameters"][key] for key in ("short_factor", "long_factor")}
 
 
 def spec_of(path: Path) -> ModelSpec:
@@ -35,7 +35,7 @@ def spec_of(path: Path) -> ModelSpec:
         ("llama", {"architectures": None}),
         ("llama-derived-head-dim", {"head_dim": ABSENT}),
         ("llama-derived-head-dim", {"head_dim": None}),
-        ("llama3-scaled", {"rope_parameters": ABSENT, "rope_theta": 10000.0, "rope_scaling": peers.LLAMA3}),
+        ("llama3-scaled", {"rope_parameters": ABSENT, "rope_theta": 10000.0, "rope_scaling": peer_rows.LLAMA3}),
         (
             "llama3-scaled",
             {
@@ -43,7 +43,7 @@ def spec_of(path: Path) -> ModelSpec:
                 "rope_theta": 10000.0,
                 "rope_scaling": {
                     "type": "llama3",
-                    **{key: value for key, value in peers.LLAMA3.items() if key not in ("rope_type", "rope_theta")},
+                    **{key: value for key, value in peer_rows.LLAMA3.items() if key not in ("rope_type", "rope_theta")},
                 },
             },
         ),
@@ -152,7 +152,7 @@ LINEAR = {"type": "linear", "factor": 2.0}
         ("llama3-scaled", {"rope_parameters": {"rope_type": "llama3"}}, ORIGINAL, "MISSING_KEY"),
         (
             "llama3-scaled",
-            {"rope_parameters": {**peers.LLAMA3, "low_freq_factor": 4.0}},
+            {"rope_parameters": {**peer_rows.LLAMA3, "low_freq_factor": 4.0}},
             "high_freq_factor",
             "BAD_VALUE",
         ),
@@ -186,7 +186,7 @@ LINEAR = {"type": "linear", "factor": 2.0}
         ("llama-dynamic", {"rope_parameters": {"rope_type": "dynamic"}}, "factor", "MISSING_KEY"),
         ("llama-yarn", {ORIGINAL: 17}, ORIGINAL, "UNSUPPORTED_KEY"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type", "UNKNOWN_ROPE_TYPE"),
-        ("phi3-longrope", {"rope_parameters": peers.longrope(5)["rope_parameters"]}, "short_factor", "BAD_VALUE"),
+        ("phi3-longrope", {"rope_parameters": peer_rows.longrope(5)["rope_parameters"]}, "short_factor", "BAD_VALUE"),
         ("phi3", {"attention_bias": True}, "attention_bias", "UNSUPPORTED_KEY"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers", "UNSUPPORTED_KEY"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier", "BAD_VALUE"),
