@@ -1,9 +1,9 @@
 """Poisson arrivals on ideal systems: what the ledger's bound leaves for goodput, whoever writes the program.
 
 An ideal system computes prompts at the arithmetic peak of its cores. It knows each prompt's length, changes between
-prompts at no cost, moves them between its workers at no cost, and gives out tokens at no cost at all. All that it cannot
-do is compute one prompt on two workers at once. So it is better than any real system of its kind, and what is compared
-is how the same cores are cut: into two workers with one core each, or one with both.
+prompts at no cost, moves them between its workers at no cost, and gives out tokens at no cost at all. All that it
+cannot do is compute one prompt on two workers at once. So it is better than any real system of its kind, and what is
+compared is how the same cores are cut: into two workers with one core each, or one with both.
 """
 
 from __future__ import annotations
