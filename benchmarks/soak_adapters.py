@@ -8,10 +8,10 @@ import random
 from collections.abc import Awaitable
 from pathlib import Path
 
-from benchmarks.soak_house import within
 from benchmarks.soak_questions import REPLACED, TOGGLED, VERSIONS
 from pdserve.client import AsyncClient, WorkerAdapters
 from pdserve.errors import PdserveError
+from pdserve.rpc.background import set_within
 
 UNLOAD_S = 20.0  # that requests get to end
 
@@ -46,7 +46,7 @@ class Changes:
                 await self._load(TOGGLED, VERSIONS[TOGGLED][0])
 
     async def change_until(self, resting: asyncio.Event, drawn: random.Random, pause_s: float) -> None:
-        while not await within(resting, drawn.expovariate(1 / pause_s)):
+        while not await set_within(resting, drawn.expovariate(1 / pause_s)):
             async with self._lock:
                 if drawn.random() < 0.5:
                     self._now = next(self._versions)

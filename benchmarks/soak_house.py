@@ -28,6 +28,7 @@ import httpx
 from benchmarks.systems import NotAvailable, Processes
 from pdserve.client import AsyncClient, Status
 from pdserve.errors import PdserveError
+from pdserve.rpc.background import set_within
 from pdserve.rpc.channel import channel
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
@@ -44,8 +45,7 @@ class Kill:
     victim: str
     way: str  # the signal
     at: float  # monotonic seconds
-    frozen_s: float = 0.0
-    ready_after_s: float = 0.0  # since the signal
+    ready_after_s: float  # since the signal
 
 
 @dataclass
@@ -144,7 +144,7 @@ class House:
             self._addresses.pop(victim, None)
             self.processes.send(life, signal.Signals[way])
         await self.all_here(client)
-        return Kill(victim, way, at, frozen_s, time.monotonic() - at)
+        return Kill(victim, way, at, time.monotonic() - at)
 
     async def kill_until(
         self,
@@ -155,7 +155,7 @@ class House:
         ready: Callable[[], Awaitable[None]],
     ) -> None:
         """One after the other, each a while after the last victim was ready and `ready` was done."""
-        while not await within(resting, drawn.expovariate(1 / pause_s)):
+        while not await set_within(resting, drawn.expovariate(1 / pause_s)):
             frozen_s = drawn.uniform(*FROZEN_S)
             self.kills.append(await self.kill(drawn.choice(WORKERS), drawn.choice(KILLS), frozen_s, client))
             await ready()
@@ -191,16 +191,6 @@ async def _status(client: AsyncClient) -> Status | None:
         return await client.status(timeout_s=10.0)
     except PdserveError:
         return None
-
-
-async def within(event: asyncio.Event, seconds: float) -> bool:
-    """Whether it was set within that time."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 def toml(tables: Mapping[str, Mapping[str, object]]) -> str:

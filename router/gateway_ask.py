@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
+
+from pydantic_core import from_json
 
 from pdserve.errors import InvalidRequest
 from pdserve.rpc.convert import sampling_from_proto
@@ -139,8 +140,8 @@ def _json(text: str, where: str, kind: type) -> Any:
     if not text:
         return None
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = from_json(text)  # unlike `json`, it takes no lone surrogates: they are no text
+    except ValueError as error:
         raise _not_json(where, f"not JSON: {error}") from error
     if not isinstance(value, kind):
         raise _not_json(where, f"a {type(value).__name__} instead of a {kind.__name__}")

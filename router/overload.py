@@ -26,6 +26,7 @@ from router.request import Request
 
 OVERLOADED = "OVERLOADED"
 _WEIGHT = 1 / 16  # of the last stream, in how long they last
+_LONGEST_S = 3600.0  # that anybody is told to wait: rates are what workers say they are
 
 
 class Overload:
@@ -91,10 +92,11 @@ def place_wait_s(load: Load, stream_s: float) -> float:
 
 
 def overloaded(problem: str, wait_s: float) -> Exhausted:
+    """`wait_s` may be infinite."""
     return Exhausted(
         problem,
         reason=OVERLOADED,
         field="router.max_wait_s",
         remedy="send the request again later",
-        retry_after_ms=max(1, round(1000 * wait_s)),
+        retry_after_ms=max(1, round(1000 * min(wait_s, _LONGEST_S))),
     )

@@ -109,6 +109,8 @@ class UiPages:
 
     async def events(self, http: Request) -> Response:
         """Raises Exhausted (TOO_MANY_VIEWERS) beyond the bound."""
+        if http.method == "HEAD":
+            return Response(headers=_DATA, media_type=_Viewing.media_type)  # who wants no body is no viewer
         if self.viewers >= MAX_VIEWERS:
             raise Exhausted(
                 f"{self.viewers} pages are open",

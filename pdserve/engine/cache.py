@@ -52,8 +52,8 @@ class Rows:
 class PagedCache:
     """K and V of every layer. Pages are handed out by a BlockManager; this only stores.
 
-    Threads: the engine writes and gathers in its own thread; `read_pieces` and `write_range`
-    may run in others at the same time on pages that the engine does not touch.
+    Threads: the engine writes and gathers in its own thread; `read_pieces`, `read_rows`
+    and `write_rows` may run in others at the same time on pages that the engine does not touch.
     """
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, staging: Staging | None = None) -> None:
@@ -154,7 +154,8 @@ class PagedCache:
         No copy where the layout holds the range in canonical order: one head of `hnd`, all
         heads of `nhd`. Otherwise one copied piece. Raises Internal for a range out of bounds.
         """
-        self._check(plane, layer, heads, tokens, pages)
+        self._check_plane(plane, layer)
+        self._check_range(heads, tokens, pages)
         count = heads[1] - heads[0]
         if self.staging is None and self.heads_first and count == 1:
             parts = [self._plane(plane, layer)[heads[0], a:b] for a, b in self._runs(tokens, pages)]
@@ -167,13 +168,6 @@ class PagedCache:
             parts = [whole]
         return [part.reshape(-1).data for part in parts]
 
-    def write_range(
-        self, plane: str, layer: int, heads: Range, tokens: Range, pages: Sequence[int], payload: memoryview
-    ) -> None:
-        """Copies a canonical payload into the pages. Raises Internal for a wrong size or range."""
-        self._check(plane, layer, heads, tokens, pages)
-        self.write_rows(plane, layer, self.rows(heads, tokens, pages), payload)
-
     def rows(self, heads: Range, tokens: Range, pages: Sequence[int]) -> Rows:
         """Where the rows of a canonical payload lie in a plane, in payload order.
 
@@ -181,7 +175,7 @@ class PagedCache:
         The same for every layer and plane, so a transfer computes it once per range. Raises
         Internal for a range out of bounds.
         """
-        self._check("k", 0, heads, tokens, pages)
+        self._check_range(heads, tokens, pages)
         token = np.arange(*tokens)
         slot = np.asarray(pages, np.intp)[token // self.page_size] * self.page_size + token % self.page_size
         head = np.arange(*heads)
@@ -193,7 +187,8 @@ class PagedCache:
         return Rows((slot[:, None] * self.heads + head).reshape(-1), row_bytes)
 
     def read_rows(self, plane: str, layer: int, rows: Rows, out: memoryview) -> None:
-        """Copies rows into `out`. Raises Internal when its size is another."""
+        """Copies rows into `out`. Raises Internal when its size is another, or for a plane that is not there."""
+        self._check_plane(plane, layer)
         if self.staging is not None:
             host = rows.view(out).view(np.uint8).reshape(-1, rows.row_bytes)
             self.staging.read(self._device_rows(plane, layer, rows), rows.index, host)
@@ -203,6 +198,7 @@ class PagedCache:
 
     def write_rows(self, plane: str, layer: int, rows: Rows, payload: memoryview) -> None:
         """The inverse; on a device it is queued, and the next step comes after it. Raises Internal as `read_rows`."""
+        self._check_plane(plane, layer)
         values = rows.view(payload)
         if self.staging is not None:
             host = values.view(np.uint8).reshape(-1, rows.row_bytes)
@@ -247,11 +243,13 @@ class PagedCache:
         array: NDArray[np.uint8] = self._bytes[layer, PLANES[plane]]
         return array
 
-    def _check(self, plane: str, layer: int, heads: Range, tokens: Range, pages: Sequence[int]) -> None:
+    def _check_plane(self, plane: str, layer: int) -> None:
         if plane not in PLANES:
             raise Internal(f"there is no plane {plane!r}", field="plane")
         if not 0 <= layer < self.layers:
             raise Internal(f"there is no layer {layer}", field="layer")
+
+    def _check_range(self, heads: Range, tokens: Range, pages: Sequence[int]) -> None:
         if not 0 <= heads[0] < heads[1] <= self.heads:
             raise Internal(f"heads {heads} are not among {self.heads}", field="heads")
         if not 0 <= tokens[0] < tokens[1] <= len(pages) * self.page_size:

@@ -35,6 +35,7 @@ class Experts:
     tiled: bool  # deterministic mode: z has the rows of one tile
     shared: Expert | None = None  # every row takes it too, weighted by the sigmoid of
     shared_router: Map | None = None  # width -> 1
+    correction: Tensor | None = None  # [experts], in fp32 or wider; None: a softmax
 
     def __call__(self, z: Tensor, activate: Map) -> Tensor:
         """z [T, width] -> [T, width]; experts are added in ascending order."""
@@ -49,17 +50,23 @@ class Experts:
                 out.index_add_(0, rows, self._run(number, z[rows], activate) * weights[hit][:, None])
         if self.shared is None or self.shared_router is None:
             return out
-        score = self.shared_router(z)
-        weight = deterministic.activate(torch.sigmoid, score) if self.tiled else torch.sigmoid(score)
-        return out + weight * self.shared(z, activate)
+        return out + self._sigmoid(self.shared_router(z)) * self.shared(z, activate)
 
     def route(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, in z's dtype, and numbers of each row's experts, [T, active] each. Softmax is in fp32 or wider."""
-        scores = torch.softmax(self.router(z).to(wide(z.dtype)), -1)
-        weights, chosen = torch.topk(scores, self.active, -1)
+        """Weights, in z's dtype, and numbers of each row's experts, [T, active] each. Scores are in fp32 or wider."""
+        scores = self.router(z).to(wide(z.dtype))
+        if self.correction is None:
+            weights, chosen = torch.topk(torch.softmax(scores, -1), self.active, -1)
+        else:
+            scores = self._sigmoid(scores)
+            chosen = torch.topk(scores + self.correction, self.active, -1).indices
+            weights = scores.gather(-1, chosen)
         if self.norm:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(z.dtype), chosen
+
+    def _sigmoid(self, x: Tensor) -> Tensor:
+        return deterministic.activate(torch.sigmoid, x) if self.tiled else torch.sigmoid(x)
 
     def _run(self, number: int, z: Tensor, activate: Map) -> Tensor:
         return self.experts[number](z, activate)

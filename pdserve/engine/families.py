@@ -215,6 +215,17 @@ _QWEN_MODULES = {
     "expert_up": "mlp.experts.{expert}.up_proj",
     "expert_down": "mlp.experts.{expert}.down_proj",
 }
+_SPARSE_EXPERTS = {
+    "experts": Key("num_local_experts", also="num_experts"),
+    "active_experts": Key("num_experts_per_tok"),
+    "expert_width": Key("intermediate_size"),
+}
+_SPARSE_MODULES = {
+    "router": "block_sparse_moe.gate",
+    "expert_gate": "block_sparse_moe.experts.{expert}.w1",
+    "expert_up": "block_sparse_moe.experts.{expert}.w3",
+    "expert_down": "block_sparse_moe.experts.{expert}.w2",
+}
 _SHARED = {f"shared_{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
 
 _MIXTURES = (
@@ -239,20 +250,21 @@ _MIXTURES = (
         layers="some dense",
     ),
     Family(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        replace(
+            _renamed(**_SPARSE_MODULES, router_correction="block_sparse_moe.e_score_correction_bias"),
+            complete=frozenset({"router_correction"}),
+        ),
+        {**_LLAMA, **_SPARSE_EXPERTS},
+        traits={"qk_norm": True, "qk_norm_whole": True, "norm_experts": True, "sigmoid_router": True},
+        rope=RopeKeys(default_theta=5000000.0, partial="partial_rotary_factor"),
+    ),
+    Family(
         "MixtralForCausalLM",
         "mixtral",
-        _renamed(
-            router="block_sparse_moe.gate",
-            expert_gate="block_sparse_moe.experts.{expert}.w1",
-            expert_up="block_sparse_moe.experts.{expert}.w3",
-            expert_down="block_sparse_moe.experts.{expert}.w2",
-        ),
-        {
-            **_LLAMA,
-            "experts": Key("num_local_experts", also="num_experts"),
-            "active_experts": Key("num_experts_per_tok"),
-            "expert_width": Key("intermediate_size"),
-        },
+        _renamed(**_SPARSE_MODULES),
+        {**_LLAMA, **_SPARSE_EXPERTS},
         traits={"norm_experts": True},
         rope=RopeKeys(default_theta=1000000.0),
         layers="window if any",

@@ -34,6 +34,7 @@ _MODULES = {
     "down": "ffn_down",
     "mlp_out_norm": "post_ffw_norm",
     "router": "ffn_gate_inp",
+    "router_correction": "exp_probs_b",
     "expert_gate": "ffn_gate_exps",
     "expert_up": "ffn_up_exps",
     "expert_down": "ffn_down_exps",
@@ -67,7 +68,7 @@ class GgufFamily:
     experts: bool = False  # in every layer
     shared_expert: bool = False  # beside them
     scaled_embedding: bool = False  # by the square root of the width
-    layout: str = "reference"  # of the tensors' rows, as the file calls it
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys that would change the computation -> what we have
     harmless: frozenset[str] = frozenset()  # keys that change nothing
     wide_scale: int = 0  # a model of so many layers scales scores by width / heads instead of the head dim
 
@@ -93,6 +94,14 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
         shared_expert=True,
     ),
     "qwen3moe": GgufFamily("qwen3_moe", _PLAIN, {"qk_norm": True, "norm_experts": True}, experts=True),
+    "minimax-m2": GgufFamily(
+        "minimax_m2",
+        _PLAIN,
+        {"qk_norm": True, "qk_norm_whole": True, "norm_experts": True, "sigmoid_router": True},
+        partial=True,
+        experts=True,
+        fixed={"expert_gating_func": 2},  # sigmoid
+    ),
     "phi3": GgufFamily("phi3", _FUSED, partial=True, window="attention.sliding_window"),
     "gemma2": GgufFamily(
         "gemma2",
@@ -142,7 +151,7 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
         {"norm": "layer", "norm_shift": True, "mlp": "plain", "activation": "gelu", "parallel": True},
         norm_eps="attention.layer_norm_epsilon",
         without={"one_norm": "attn_norm_2.weight"},
-        layout="jploski",  # the converter's name for q, k and v one after the other
+        fixed={"tensor_data_layout": "jploski"},  # the converter's name for q, k and v one after the other
     ),
     "starcoder2": GgufFamily(
         "starcoder2", _PLAIN, _LAYER_NORM, norm_eps="attention.layer_norm_epsilon"

@@ -174,6 +174,8 @@ def _eos(fields: Fields) -> tuple[int, ...]:
 def _refuse_rest(fields: _Metadata, family: GgufFamily) -> None:
     for name in family.harmless:
         fields.take(fields.key(name), None)
+    for name, value in family.fixed.items():
+        fields.expect(fields.key(name), (value,))
     fields.expect("general.type", ("model",))
     fields.expect("split.count", (0, 1))
     for name, allowed in (
@@ -181,7 +183,7 @@ def _refuse_rest(fields: _Metadata, family: GgufFamily) -> None:
         ("expert_used_count", (0,)),
         ("use_parallel_residual", (False,)),
         ("attention.causal", (True,)),
-        ("tensor_data_layout", (family.layout,)),
+        ("tensor_data_layout", ("reference",)),
     ):
         if not fields.taken(fields.key(name)):
             fields.expect(fields.key(name), allowed)

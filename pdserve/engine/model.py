@@ -186,6 +186,7 @@ class Decoder:
     def _experts(self, prefix: str) -> Experts:
         """The router keeps its precision in int8, too: a near tie must not choose another expert."""
         spec, router = self.spec, self._tensor(f"{prefix}router.weight")
+        correction = self._tensor(f"{prefix}router_correction.bias") if spec.sigmoid_router else None
         stacks = [self._tensor(f"{prefix}expert_{name}.weight") for name in ("gate", "up", "down")]
         return Experts(
             deterministic.PaddedLinear(router, None) if self.tiled else Linear(router),
@@ -193,7 +194,8 @@ class Decoder:
             spec.active_experts,
             spec.norm_experts,
             self.tiled,
-            *(self._shared_expert(prefix) if spec.shared_width else ()),
+            *(self._shared_expert(prefix) if spec.shared_width else (None, None)),
+            correction.to(wide(correction.dtype)) if correction is not None else None,
         )
 
     def _shared_expert(self, prefix: str) -> tuple[Expert, Product]:

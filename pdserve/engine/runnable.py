@@ -55,6 +55,8 @@ def _check_combinations(spec: ModelSpec) -> None:
         raise _unsupported("active_experts", f"{spec.active_experts} of {spec.experts} experts")
     if bool(spec.experts) != (spec.expert_width > 0):
         raise _unsupported("expert_width", f"{spec.expert_width} for {spec.experts} experts")
+    if spec.sigmoid_router and not spec.experts:
+        raise _unsupported("sigmoid_router", "there are no experts")
     if spec.shared_width < 0 or (spec.shared_width and not spec.experts):
         raise _unsupported("shared_width", f"{spec.shared_width} beside {spec.experts} experts")
     if any(not 0 <= layer < spec.layers for layer in spec.dense_layers) or (spec.dense_layers and not spec.experts):

@@ -79,6 +79,7 @@ class Naming:
     paired: frozenset[str] = frozenset()  # canonical modules whose rotary pairs are neighbours
     add_to_scales: float = 0.0  # what the stored scales of norms lack
     one_norm: Mapping[str, str] = field(default_factory=dict)  # modules with another name in a layer of one norm
+    complete: frozenset[str] = frozenset()  # canonical modules whose stored names have no suffix
     flat: frozenset[str] = frozenset()  # canonical modules of one row that are stored as vectors
     harmless: tuple[str, ...] = ()  # patterns of stored buffers that carry no weights
 
@@ -95,7 +96,7 @@ class Naming:
         if module not in modules:
             raise CheckpointError(f"this format has no place for tensor {name}", field=name)
         suffix = "bias" if parts[-1] in ("bias", "shift") else "weight"
-        stored = f"{layer}{modules[module]}.{suffix}".removeprefix(strip)
+        stored = f"{layer}{modules[module]}{'' if module in self.complete else f'.{suffix}'}".removeprefix(strip)
         heads = spec.heads if module in ("q", "q_norm") else spec.kv_heads
         return Source(
             stored,

@@ -106,6 +106,8 @@ def _expert_tensors(spec: ModelSpec) -> dict[str, Shape]:
         "expert_up.weight": (spec.experts, spec.expert_width, spec.width),
         "expert_down.weight": (spec.experts, spec.width, spec.expert_width),
     }
+    if spec.sigmoid_router:
+        shapes["router_correction.bias"] = (spec.experts,)
     if spec.shared_width:
         _linear(shapes, "shared_router", 1, spec.width, False)
         _linear(shapes, "shared_gate", spec.shared_width, spec.width, False)

@@ -52,7 +52,7 @@ async function* events(body) {
       const whole = (rest + value).split("\n\n");
       rest = whole.pop();
       for (const block of whole) {
-        const [, name, data] = /^event: (.*)\ndata: (.*)$/.exec(block) ?? [];
+        const [, name, data] = /^event: (.*)\ndata: (.*)$/s.exec(block) ?? [];
         if (name) yield [name, JSON.parse(data)];
       }
     }

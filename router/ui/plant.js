@@ -19,10 +19,10 @@ export function showReadings(state, about, ended) {
   const output = sum(decode, (l) => l.tokens_per_s), prompts = sum(prefill, (l) => l.tokens_per_s);
   const told = [
     ["In flight", state.active, "", `of at most ${about.max_active}`, state.active],
-    ["First token", first, unit, firsts.length ? `median; 95 % within ${duration(slow)}` : "no answer yet", middle ?? 0],
+    ["First token", first, unit, firsts.length ? `median; p95 ${duration(slow)}` : "no answer yet", middle ?? 0],
     ["Output", short(output), "tok/s", `${plural(sum(decode, (l) => l.running), "stream")} running`, output],
     ["Prompts", short(prompts), "tok/s", `${short(sum(state.workers, (l) => l.queued_prefill_tokens))} tokens waiting`, prompts],
-    ["Decode pages", pages ? Math.round((100 * held) / pages) : "–", pages ? "%" : "", pages ? `${held} of ${pages} held, ${sum(decode, (l) => l.pages_cached)} cached` : "no pool", pages ? held / pages : 0],
+    ["Decode pages", pages ? Math.round((100 * held) / pages) : "–", pages ? "%" : "", pages ? `${held} of ${pages}, ${sum(decode, (l) => l.pages_cached)} cached` : "no pool", pages ? held / pages : 0],
     ["Failed", failed, "", `of the last ${plural(ended.length, "request")}`, failed],
   ];
   keyed(get("readings"), readings, told.map(([name]) => name), makeReading);
@@ -54,7 +54,7 @@ export function showPools(state) {
       place.replaceChildren(nobody(role, state.workers.length));
       continue;
     }
-    if (!place.querySelector("table")) place.replaceChildren(table(["worker", "state", "running", "waiting", "pages", "tok/s", "apart"], "workers"));
+    if (!place.querySelector("table")) place.replaceChildren(table(["worker", "state", "run", "wait", "pages", "tok/s", "apart"], "workers"));
     keyed(place.querySelector("tbody"), pools[role], workers.map((worker) => worker.id), makeWorker);
     workers.forEach((worker, at) => pools[role].get(worker.id).show(worker, all[at].filter((fact) => !common.includes(fact))));
   }
@@ -80,7 +80,7 @@ function makeWorker(id) {
   const state = cell(false), apart = h("td", { role: "cell", class: "apart" });
   const meter = svg("svg", { class: "meter", viewBox: "0 0 100 5", preserveAspectRatio: "none", "aria-hidden": "true" }, cached, held);
   const name = h("th", { scope: "row", role: "rowheader", class: "id" }, id);
-  const node = h("tr", { role: "row" }, name, state, cell("running", running), cell("waiting", waiting), cell("pages", count, meter), cell("tok/s", rate, h("small", {}, more)), apart);
+  const node = h("tr", { role: "row" }, name, state, cell("run", running), cell("wait", waiting), cell("pages", count, meter), cell("tok/s", rate, h("small", {}, more)), apart);
   return { node, show(worker, own) {
     const load = worker.load, of = (part) => (load.pages_total ? Math.min(100, (100 * part) / load.pages_total) : 0);
     name.title = `${worker.address}, contract ${worker.contract}`;

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from cache_transfer.sender import HandoffSender
 from cache_transfer.service import TransferService, register
 from cache_transfer.shared import endpoints_of
 from cache_transfer.tickets import Claim, TicketBook
-from cache_transfer.transport import GrpcTransport, Transport
+from cache_transfer.transport import GrpcTransport, PushStream, Transport
 from pdserve.errors import PdserveError
 from pdserve.rpc.channel import channel
 from pdserve.rpc.server import Server
@@ -203,6 +204,31 @@ class Pair:
         assert not any(sink.written_after_close for sink in self.host.sinks.values())
         for claim, _, _ in self.host.done:
             assert not any(claim == other for other, _ in self.host.failed)
+
+
+T = TypeVar("T")
+
+
+def heard(pair: Pair, kind: type[T]) -> list[T]:
+    """Grows by each answer of that kind that the pair's senders get from now on."""
+    found: list[T] = []
+    opened = pair.transport.open
+
+    def open_watched(deadline_s: float) -> PushStream:
+        stream = opened(deadline_s)
+        receive = stream.receive
+
+        async def receiving() -> object:
+            answer = await receive()
+            if isinstance(answer, kind):
+                found.append(answer)
+            return answer
+
+        stream.receive = receiving  # type: ignore[method-assign,assignment]
+        return stream
+
+    pair.transport.open = open_watched  # type: ignore[method-assign]
+    return found
 
 
 def logits_of(contract: WorkerContract, seed: int = 3) -> tuple[str, bytes]:

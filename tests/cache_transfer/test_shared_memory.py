@@ -20,10 +20,9 @@ from cache_transfer.messages import FrameHeader, Grant, PackedFrames, SharedFram
 from cache_transfer.opening import make_opening
 from cache_transfer.receiver import ReceiverSettings
 from cache_transfer.shared import Ring, Shared
-from cache_transfer.transport import PushStream
 from pdserve.errors import DataLoss, InvalidRequest, PdserveError
 from tests.cache_transfer.pages import WAIT_S
-from tests.cache_transfer.support import Pair, check_same, make_pair, random_cache
+from tests.cache_transfer.support import Pair, check_same, heard, make_pair, random_cache
 
 TOKENS = 9
 SECRET = bytes(range(32))
@@ -59,23 +58,7 @@ def memory(start: bytes = proof(SECRET, SIZE), *, sealed: bool = True) -> Iterat
 
 async def used(pair: Pair) -> bool:
     """Makes one handoff, whole and right; whether its grant agreed to shared memory."""
-    grants: list[Grant] = []
-    opened = pair.transport.open
-
-    def watch(deadline_s: float) -> PushStream:
-        stream = opened(deadline_s)
-        receive = stream.receive
-
-        async def receiving() -> object:
-            answer = await receive()
-            if isinstance(answer, Grant):
-                grants.append(answer)
-            return answer
-
-        stream.receive = receiving  # type: ignore[method-assign,assignment]
-        return stream
-
-    pair.transport.open = watch  # type: ignore[method-assign]
+    grants = heard(pair, Grant)
     ticket, identity = pair.issue(TOKENS)
     sender = pair.sender(ticket, identity, pair.source(TOKENS))
     pair.announce_all(sender, TOKENS)

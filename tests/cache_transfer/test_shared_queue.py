@@ -19,11 +19,10 @@ from cache_transfer.opening import make_opening
 from cache_transfer.rings import MAX_IDLE, Rings
 from cache_transfer.shared import Ring, Shared
 from cache_transfer.shared_queue import ENTRY_BYTES, LINGERS, RUNS, SLEEPS, START, Queue
-from cache_transfer.transport import PushStream
 from pdserve.errors import DataLoss, InvalidRequest, PdserveError
 from pdserve.v1 import transfer_pb2 as pb
 from tests.cache_transfer.pages import WAIT_S
-from tests.cache_transfer.support import Pair, check_same, logits_of, make_pair, random_cache
+from tests.cache_transfer.support import Pair, check_same, heard, logits_of, make_pair, random_cache
 from tests.cache_transfer.test_shared_memory import SECRET, header
 
 TOKENS = 9
@@ -289,10 +288,9 @@ async def test_without_futexes_messages_wake_instead(monkeypatch: pytest.MonkeyP
 
 async def test_a_slow_receiver_is_waited_for() -> None:
     """More frames than slots, and the first is not written before the sender sleeps."""
-    released: list[Release] = []
     async with make_pair("shared", layers=40) as pair:
         pair.host.gated = True
-        watch_releases(pair, released)
+        released = heard(pair, Release)
         ticket, identity = pair.issue(TOKENS)
         sender = pair.sender(ticket, identity, pair.source(TOKENS), max_payload_bytes=16)
         pair.announce_all(sender, TOKENS)
@@ -344,25 +342,6 @@ async def hand_over(pair: Pair) -> None:
     sender = pair.sender(ticket, identity, pair.source(TOKENS))
     pair.announce_all(sender, TOKENS)
     await sender.run()
-
-
-def watch_releases(pair: Pair, found: list[Release]) -> None:
-    opened = pair.transport.open
-
-    def watched(deadline_s: float) -> PushStream:
-        stream = opened(deadline_s)
-        receive = stream.receive
-
-        async def receiving() -> object:
-            answer = await receive()
-            if isinstance(answer, Release):
-                found.append(answer)
-            return answer
-
-        stream.receive = receiving  # type: ignore[method-assign,assignment]
-        return stream
-
-    pair.transport.open = watched  # type: ignore[method-assign]
 
 
 def sender_ring(sender: object) -> Ring:

@@ -149,8 +149,10 @@ def _mlp(s: ModelSpec, t: Mapping[str, Tensor], p: str, z: Tensor) -> Tensor:
 
 
 def _experts(s: ModelSpec, t: Mapping[str, Tensor], p: str, z: Tensor) -> Tensor:
-    scores = [math.exp(float(score)) for score in t[p + "router.weight"] @ z]
-    best = sorted(range(s.experts), key=lambda e: -scores[e])[: s.active_experts]
+    raw = [float(score) for score in t[p + "router.weight"] @ z]
+    scores = [1 / (1 + math.exp(-score)) if s.sigmoid_router else math.exp(score) for score in raw]
+    added = t[p + "router_correction.bias"].tolist() if s.sigmoid_router else [0.0] * s.experts
+    best = sorted(range(s.experts), key=lambda e: -scores[e] - added[e])[: s.active_experts]
     total = sum(scores[e] for e in best) if s.norm_experts else sum(scores)
     out = torch.zeros_like(z)
     for e in best:

@@ -76,7 +76,7 @@ def test_write_lands_where_attention_gathers() -> None:
     values = odd_values("fp32", 14).nan_to_num(1.0, 2.0, 3.0)
     for order in ("hnd", "nhd"):
         cache = make("fp32", order)
-        cache.write_range("k", 1, (0, 4), (0, 14), PAGES, memoryview(payload(values)))
+        cache.write_rows("k", 1, cache.rows((0, 4), (0, 14), PAGES), memoryview(payload(values)))
         k, v = cache.sequence(1, PAGES, 14)
         assert torch.equal(k, values.transpose(0, 1)) and not bool(v.any())
         other = make("fp32", order)
@@ -87,10 +87,10 @@ def test_write_lands_where_attention_gathers() -> None:
 def test_pieces_of_one_layout_fill_another() -> None:
     values = odd_values("bf16", 14)
     source, target = make("bf16", "hnd", 4), make("bf16", "nhd", 3)
-    source.write_range("k", 0, (0, 4), (0, 14), PAGES, memoryview(payload(values)))
+    source.write_rows("k", 0, source.rows((0, 4), (0, 14), PAGES), memoryview(payload(values)))
     for head in range(4):
         moved = joined(source.read_pieces("k", 0, (head, head + 1), (0, 14), PAGES))
-        target.write_range("k", 0, (head, head + 1), (0, 14), (4, 3, 2, 1, 0), memoryview(moved))
+        target.write_rows("k", 0, target.rows((head, head + 1), (0, 14), (4, 3, 2, 1, 0)), memoryview(moved))
     assert joined(target.read_pieces("k", 0, (0, 4), (0, 14), (4, 3, 2, 1, 0))) == payload(values)
 
 
@@ -131,8 +131,10 @@ def test_ranges_out_of_bounds_are_refused(
     cache = make()
     with pytest.raises(Internal):
         cache.read_pieces(plane, layer, heads, tokens, PAGES)
-    with pytest.raises(Internal):
-        cache.write_range(plane, layer, heads, tokens, PAGES, memoryview(bytes(64)))
+    room = memoryview(bytearray(16 * max(0, heads[1] - heads[0]) * max(0, tokens[1] - tokens[0])))  # the right size
+    for copy in (cache.write_rows, cache.read_rows):
+        with pytest.raises(Internal):
+            copy(plane, layer, cache.rows(heads, tokens, PAGES), room)
 
 
 def test_sequences_refuse_what_is_not_theirs() -> None:

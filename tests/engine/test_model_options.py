@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "experts": {**EXPERTS, "norm_experts": True},
     "experts, some layers dense": {**EXPERTS, "expert_width": 21, "dense_layers": (1,), "residual_scale": 0.5},
     "experts, one shared": {**EXPERTS, "shared_width": 11},
+    "experts by sigmoids": {**EXPERTS, "sigmoid_router": True, "norm_experts": True},
     "one norm, and one for each head": {
         "parallel": True, "one_norm": True, "norm": "layer", "norm_shift": True, "qk_norm": True, "qk_norm_each": True,
     },
@@ -129,6 +130,7 @@ def test_other_dtypes_stay_near_the_oracle(dtype: str, tolerance: float) -> None
         ("qk_norm_each", {"qk_norm_each": True}),
         ("qk_norm_each", {"qk_norm": True, "qk_norm_each": True, "qk_norm_whole": True}),
         ("shared_width", {"shared_width": 8}),
+        ("sigmoid_router", {"sigmoid_router": True}),
         ("experts", {**EXPERTS, "mlp": "plain"}),
         ("mlp_bias", {**EXPERTS, "mlp_bias": True}),
         ("active_experts", {**EXPERTS, "active_experts": 6}),

@@ -157,17 +157,18 @@ def test_required_calls_come_whatever_the_model_says_and_fit_their_parameters(
     params = use.adapt(tokenizer, SamplingParams(seed=5, temperature=1.0))
     assert params.skip_special_tokens == (not special)  # a marker that is one has to be seen
     rng = np.random.default_rng(1)
-    made = Generation((1,), params, 4000, (), tokenizer, Grammars(tokenizer, tokenizer.vocab_size))
+    made = Generation((1,), params, 800, (), tokenizer, Grammars(tokenizer, tokenizer.vocab_size))
     output = b""
     while made.finish is None:
         (chosen,) = sample([(made.sampler, torch.from_numpy(rng.normal(size=tokenizer.vocab_size)))])
         assert isinstance(chosen, Choice), chosen
         output += made.accept(chosen).text
-    if made.finish.reason == "length":
-        return  # it went on calling for ever
+    cut = made.finish.reason == "length"  # of several calls there may always be one more
     text, calls = read(form.reader(use.names), [output.decode()])
-    assert text == "" and calls
-    assert choice == "required" or len(calls) == 1
+    if cut:
+        calls = calls[:-1]  # the last one is not whole
+    assert calls and (cut or text == "")
+    assert choice == "required" or (len(calls) == 1 and not cut)
     for call in calls:
         (tool,) = [t for t in TOOLS if t["function"]["name"] == call.name]
         jsonschema.validate(json.loads(call.arguments), tool["function"]["parameters"])

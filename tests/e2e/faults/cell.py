@@ -81,12 +81,10 @@ class Result:
     error: str  # reason of the client's typed error, if that was to come
     freed_s: float  # end of the request, or the fault if that ended it, to no page held
     healed_s: float  # end of the fault to the victim's first answer
-    took_s: float = field(compare=False)
 
 
 async def run(house: House, cell: Cell) -> Result:
     """Raises AssertionError for whatever is not as the table says; the house must then be repaired."""
-    began = time.monotonic()
     asked = Asked(question(CELLS.index(cell)), SAMPLING)
     companion = Asked(COMPANION, LONG)
     async with _running(house, cell, companion) if cell.has_companion else nullcontext():
@@ -128,7 +126,6 @@ async def run(house: House, cell: Cell) -> Result:
         error="" if asked.error is None else asked.error.reason,
         freed_s=freed_at - struck_at if freed_at else finally_at - left_at,
         healed_s=served_at - healed_at,
-        took_s=time.monotonic() - began,
     )
 
 

@@ -25,10 +25,11 @@ _ARCHITECTURES = {
     "nemotron": gguf.MODEL_ARCH.NEMOTRON,
     "falcon": gguf.MODEL_ARCH.FALCON,
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "minimax-m2": gguf.MODEL_ARCH.MINIMAXM2,
     "gpt2": gguf.MODEL_ARCH.GPT2,
     "bloom": gguf.MODEL_ARCH.BLOOM,
 }
-_RENAMED = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "mistral": "llama"}
+_RENAMED = {"minimax_m2": "minimax-m2", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "mistral": "llama"}
 _CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 F32 = gguf.GGMLQuantizationType.F32
 
@@ -137,10 +138,12 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
         own[f"{arch}.use_parallel_residual"] = True  # the converter's default, whatever the model has
     if arch == "qwen2moe":
         own[f"{arch}.expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
-    if arch in ("qwen2moe", "qwen3moe"):
+    if arch == "minimax-m2":
+        own[f"{arch}.expert_gating_func"] = 2
+    if arch in ("qwen2moe", "qwen3moe", "minimax-m2"):
         own[f"{arch}.expert_count"] = config.num_experts
         own[f"{arch}.expert_used_count"] = config.num_experts_per_tok
-        own[f"{arch}.expert_feed_forward_length"] = config.moe_intermediate_size
+        own[f"{arch}.expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", config.intermediate_size)
     if rope["rope_type"] in ("linear", "yarn"):
         own[f"{arch}.rope.scaling.type"] = rope["rope_type"]
         own[f"{arch}.rope.scaling.factor"] = float(rope["factor"])
@@ -198,6 +201,7 @@ def _tensors(model: Any, arch: str) -> dict[str, Tensor]:
             tensor = pair_neighbours(tensor, config.num_attention_heads)
         if arch == "llama" and ".k_proj." in key:
             tensor = pair_neighbours(tensor, config.num_key_value_heads)
+        key = key.replace("_correction_bias", "_correction.bias")
         key = key.removeprefix("transformer.") if arch == "bloom" else key
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key

@@ -37,6 +37,9 @@ def make_peer(name: str, **options: Any) -> Any:
                 parameter.uniform_(0.5, 1.5)
             if key.endswith("bias"):
                 parameter.normal_(0.0, SPREAD)
+        for key, buffer in model.named_buffers():
+            if key.endswith("correction_bias"):
+                buffer.normal_(0.0, SPREAD)
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
                 module.weight[module.padding_idx].normal_(0.0, SPREAD)  # zeros would hide what is wrong with that id

@@ -46,6 +46,7 @@ PLAIN_ONLY = {
     "mixtral-window": "experts",
     "mixtral-window-long": "experts",
     "qwen2-moe": "experts",
+    "minimax-m2": "experts",
     "gpt-neox": "parallel",
     "stablelm-parallel": "parallel",
     "nemotron": "activation",

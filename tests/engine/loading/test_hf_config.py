@@ -10,7 +10,7 @@ import pytest
 from pdserve.engine.load import load_model
 from pdserve.engine.spec import ModelSpec
 from pdserve.errors import CheckpointError
-from tests.engine.loading import peer_rows, peers
+from tests.engine.loading import peer_rows
 from tests.engine.loading.directories import ABSENT, directory, edit_json
 
 LINEAR_LAYER = ["full_attention", "linear_attention", "full_attention"]
@@ -156,6 +156,10 @@ LINEAR = {"type": "linear", "factor": 2.0}
             "high_freq_factor",
             "BAD_VALUE",
         ),
+        ("falcon", {"alibi": True}, "alibi", "UNSUPPORTED_KEY"),
+        ("falcon", {"parallel_attn": False}, "parallel_attn", "UNSUPPORTED_KEY"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn", "UNSUPPORTED_KEY"),
+        ("qwen2-moe", {"use_sliding_window": True}, "use_sliding_window", "UNSUPPORTED_KEY"),
         ("llama", {"mystery_gate": True}, "mystery_gate", "UNKNOWN_KEY"),
         ("llama", {"sliding_window": 8}, "sliding_window", "UNKNOWN_KEY"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config", "UNKNOWN_KEY"),
