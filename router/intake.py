@@ -88,13 +88,17 @@ class Intake:
             self._taking -= 1
 
     async def take_all(self, asks: Sequence[Ask], tenant: str = "") -> tuple[Request, ...]:
-        """`take` for each, all of them by one version of an adapter. The first that is refused refuses them all."""
+        """`take` for each, all of them by one version of an adapter. The first that is refused refuses them all, and so
+        does a limit that would stop some of them: Exhausted.
+        """
         requests: list[Request] = []
         name, label = current().request_id or new_id(), current().label
         for number, ask in enumerate(asks):
             own = name if len(asks) == 1 else f"{name}-{number}"
             version = requests[0].adapter_digest if requests else None
             requests.append(await self.take(replace(ask, version=version, id=own, label=ask.label or label), tenant))
+        if len(requests) > 1:
+            self._quotas.check_together(requests)
         return tuple(requests)
 
     def _tenant(self, known: str) -> str:

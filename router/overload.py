@@ -26,7 +26,7 @@ from router.request import Request
 
 OVERLOADED = "OVERLOADED"
 _WEIGHT = 1 / 16  # of the last stream, in how long they last
-_LONGEST_S = 3600.0  # that anybody is told to wait: rates are what workers say they are
+_LONGEST_S = 3600.0  # beyond `max_wait_s`: what workers say of their rates may come to anything, also infinity
 
 
 class Overload:
@@ -67,6 +67,7 @@ class Overload:
             queue_s: of one that all others go before.
             parts: of what waits, by tenant.
         """
+        wait_s, queue_s = (min(each, self._max_wait_s + _LONGEST_S) for each in (wait_s, queue_s))
         if wait_s > self._max_wait_s:
             raise overloaded(f"it would wait {wait_s:.1f} s for others", wait_s)
         full = max(queue_s / self._max_wait_s, _filled(load))
@@ -92,11 +93,10 @@ def place_wait_s(load: Load, stream_s: float) -> float:
 
 
 def overloaded(problem: str, wait_s: float) -> Exhausted:
-    """`wait_s` may be infinite."""
     return Exhausted(
         problem,
         reason=OVERLOADED,
         field="router.max_wait_s",
         remedy="send the request again later",
-        retry_after_ms=max(1, round(1000 * min(wait_s, _LONGEST_S))),
+        retry_after_ms=max(1, round(1000 * wait_s)),
     )

@@ -17,7 +17,7 @@ rest; as requests end, four busy tenants come to 3/13 each.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -143,6 +143,27 @@ class Quotas:
             account.running -= 1
             account.count(0, min(0, run.output_tokens - output))
 
+    def check_together(self, requests: Sequence[Request]) -> None:
+        """For the prompts of one call: raises Exhausted, as `running` would, where they would not all be taken now.
+
+        Otherwise those that are would be computed and charged for nothing, as often as the call is sent again. Counts
+        nothing.
+        """
+        count = len(requests)
+        if count > self._places:
+            raise _too_many(count, self._places, "ROUTER_FULL", "router.max_active")
+        account = self._accounts.get(requests[0].tenant)
+        if account is None:
+            return
+        tenant = account.tenant
+        if tenant.requests_per_minute and count > tenant.requests_per_minute:
+            raise _too_many(count, tenant.requests_per_minute, "TENANT_REQUESTS", "requests_per_minute")
+        if tenant.concurrent and count > tenant.concurrent:
+            raise _too_many(count, tenant.concurrent, "TENANT_CONCURRENT", "concurrent")
+        if len(self._accounts) > 1 and self._beyond_share(count - 1, self._places - count + 1):
+            raise _too_many(count, self._places * SHARE // (SHARE + 1), "TENANT_SHARE", "router.max_active")
+        self._check(account, sum(len(each.prompt_ids) + each.n * each.max_tokens for each in requests), count)
+
     def told(self) -> dict[str, Usage]:
         """What other routers are to `learn`, by tenant: of those who use something now."""
         usages = ((name, each.usage()) for name, each in self._accounts.items() if each.tenant.limited and each.begun)
@@ -167,7 +188,7 @@ class Quotas:
         requests, tokens = (Bucket(rate, self._clock) if rate else None for rate in rates)
         return _Account(tenant, requests, tokens)
 
-    def _check(self, account: _Account, tokens: int) -> None:
+    def _check(self, account: _Account, tokens: int, count: int = 1) -> None:
         tenant = account.tenant
         if account.tokens is not None and tokens > account.tokens.per_minute:
             raise Exhausted(
@@ -177,24 +198,34 @@ class Quotas:
                 remedy="lower max_tokens, or send a shorter prompt",
                 retryable=False,
             )
-        for bucket, amount, what in ((account.requests, 1, "requests"), (account.tokens, tokens, "tokens")):
+        for bucket, amount, what in ((account.requests, count, "requests"), (account.tokens, tokens, "tokens")):
             if bucket is not None and (wait_s := bucket.wait_s(amount)):
                 limit = f"{bucket.per_minute} {what} per minute"
                 raise _exhausted(f"TENANT_{what.upper()}", f"this key has {limit}", f"{what}_per_minute", wait_s)
         everywhere = account.running + self._elsewhere(tenant.name)
-        if tenant.concurrent and everywhere >= tenant.concurrent:
+        if tenant.concurrent and everywhere + count > tenant.concurrent:
             problem = f"{everywhere} requests with this key are in flight, of {tenant.concurrent}"
             raise _exhausted("TENANT_CONCURRENT", problem, "concurrent")
         free = self._places - sum(each.running for each in self._accounts.values())
-        # The last free place is for a tenant that has none.
-        if len(self._accounts) > 1 and account.running and account.running >= SHARE * (free - 1):
+        before = account.running + count - 1  # the last one's own, when it comes
+        if len(self._accounts) > 1 and self._beyond_share(before, free - count + 1):
             problem = f"the router is busy, and {account.running} requests of it are this key's"
             raise _exhausted("TENANT_SHARE", problem, "router.max_active")
+
+    @staticmethod
+    def _beyond_share(running: int, free: int) -> bool:
+        """Whether a tenant with so many has its part. The last free place is for a tenant that has none."""
+        return running > 0 and running >= SHARE * (free - 1)
 
     def _elsewhere(self, tenant: str) -> int:
         """Its requests in flight at other routers, of those that were heard of lately."""
         now = self._clock()
         return sum(other.running.get(tenant, 0) for other in self._others.values() if other.until > now)
+
+
+def _too_many(count: int, most: int, reason: str, limit: str) -> Exhausted:
+    problem = f"there are {count} prompts, and at most {most} requests"
+    return Exhausted(problem, reason=reason, field=limit, remedy="send fewer prompts in one request", retryable=False)
 
 
 def _exhausted(reason: str, problem: str, limit: str, wait_s: float = 1.0) -> Exhausted:

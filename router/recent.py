@@ -95,11 +95,14 @@ class Recent:
         mine = [seen for seen in (*running, *ended) if tenant in ("", seen.tenant)]
         return sorted(mine, key=lambda seen: -seen.began_s)[:count]
 
+    def running(self) -> list[Seen]:
+        """The newest KEPT of those that run: some 0.1 ms for each."""
+        return [one.now() for one in islice(reversed(self._running.values()), KEPT)]
+
     def since(self, change: int) -> tuple[int, list[Seen]]:
-        """The last change's number; the newest KEPT of those that run, and those that have ended after this change."""
-        running = [one.now() for one in islice(reversed(self._running.values()), KEPT)]
+        """The last change's number, and those that have ended after this change."""
         kept = (*self._ended.values(), *self._refused.values())
-        return self._changes, running + [one.seen for one in kept if one.number > change]
+        return self._changes, [one.seen for one in kept if one.number > change]
 
     def find(self, request_id: str) -> Seen | None:
         if running := self._running.get(request_id):

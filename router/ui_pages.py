@@ -74,8 +74,9 @@ class UiPages:
         self._files = files()
         self._closing = asyncio.Event()
         self._compared: tuple[tuple[bytes, ...] | None, bytes] = (None, b"")
-        self._matrix = _Kept(self._make_matrix)
-        self._state = _Kept(self._make_state)
+        self._matrix = _Kept(self._make_matrix, _POOLS_S)
+        self._state = _Kept(self._make_state, _POOLS_S)
+        self._running = _Kept(self._make_running, TICK_S)
         self.viewers = 0
 
     def routes(self) -> list[Route]:
@@ -126,7 +127,11 @@ class UiPages:
         change, sent = 0, {"matrix": b"", "state": b""}
         while not self._closing.is_set():
             change, seen = self._recent.since(change)
-            yield _event("requests", {"requests": [ui_data.request(one) for one in seen]})
+            ended = [ui_data.request(one) for one in seen]
+            running = self._running.current()  # since the last look at the earliest, so none that was told as ended
+            yield running
+            if ended:
+                yield _event("requests", {"requests": ended})
             for name, kept in (("matrix", self._matrix), ("state", self._state)):
                 if (told := kept.current()) != sent[name]:
                     sent[name] = told
@@ -147,6 +152,9 @@ class UiPages:
         if boots != self._compared[0]:
             self._compared = boots, _event("matrix", ui_data.matrix_json(matrix(self._pool.gate, members)))
         return self._compared[1]
+
+    def _make_running(self) -> bytes:
+        return _event("requests", {"requests": [ui_data.request(one) for one in self._recent.running()]})
 
     def _make_state(self) -> bytes:
         return _event("state", ui_data.state(self._pool, self._orchestrator.active, self._orchestrator.outcomes))
@@ -170,16 +178,17 @@ class _Viewing(EventStreamResponse):
 
 
 class _Kept:
-    """Made at most once in `_POOLS_S`, however many look."""
+    """Made at most once in `period_s`, however many look."""
 
-    def __init__(self, make: Callable[[], bytes]) -> None:
+    def __init__(self, make: Callable[[], bytes], period_s: float) -> None:
         self._make = make
+        self._period_s = period_s
         self._made_at = float("-inf")
         self._value = b""
 
     def current(self) -> bytes:
         now = time.monotonic()
-        if now >= self._made_at + _POOLS_S:
+        if now >= self._made_at + self._period_s:
             self._made_at, self._value = now, self._make()
         return self._value
 

@@ -258,7 +258,7 @@ _MIXTURES = (
         ),
         {**_LLAMA, **_SPARSE_EXPERTS},
         traits={"qk_norm": True, "qk_norm_whole": True, "norm_experts": True, "sigmoid_router": True},
-        rope=RopeKeys(default_theta=5000000.0, partial="partial_rotary_factor"),
+        rope=RopeKeys(default_theta=5000000.0, partial="partial_rotary_factor", dims="rotary_dim"),
     ),
     Family(
         "MixtralForCausalLM",

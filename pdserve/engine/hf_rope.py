@@ -28,6 +28,7 @@ class RopeKeys:
     default_theta: float = 10000.0
     partial: str = ""  # key of the share of a head that is rotated; "": the whole head, always
     default_partial: float = 1.0
+    dims: str = ""  # key of the number of values of a head that are rotated, which some configurations have instead
     default_original: int = 0  # positions of the original context; 0: those of the model
     aliases: Mapping[str, str] = field(default_factory=dict)  # older names of scalings
     scalings: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -110,7 +111,13 @@ def _dims(fields: Fields, scaling: Fields, keys: RopeKeys, head_dim: int) -> int
             place.expect("partial_rotary_factor", (1, 1.0))
         return head_dim
     share = _either(fields, scaling, keys.partial, "partial_rotary_factor", keys.default_partial)
-    return int(head_dim * share)
+    dims = int(head_dim * share)
+    if not keys.dims or keys.dims not in fields:
+        return dims
+    rotated = fields.integer(keys.dims, maximum=head_dim)
+    if rotated != dims and (keys.partial in fields or "partial_rotary_factor" in scaling):
+        raise fields.unsupported(keys.dims, rotated, f"{keys.partial} makes it {dims}")
+    return rotated
 
 
 def _original(fields: Fields, scaling: Fields, keys: RopeKeys, kind: str, context: int) -> int:

@@ -187,6 +187,7 @@ class Decoder:
         """The router keeps its precision in int8, too: a near tie must not choose another expert."""
         spec, router = self.spec, self._tensor(f"{prefix}router.weight")
         correction = self._tensor(f"{prefix}router_correction.bias") if spec.sigmoid_router else None
+        shared, shared_gate = self._shared_expert(prefix) if spec.shared_width else (None, None)
         stacks = [self._tensor(f"{prefix}expert_{name}.weight") for name in ("gate", "up", "down")]
         return Experts(
             deterministic.PaddedLinear(router, None) if self.tiled else Linear(router),
@@ -194,7 +195,8 @@ class Decoder:
             spec.active_experts,
             spec.norm_experts,
             self.tiled,
-            *(self._shared_expert(prefix) if spec.shared_width else (None, None)),
+            shared,
+            shared_gate,
             correction.to(wide(correction.dtype)) if correction is not None else None,
         )
 

@@ -70,7 +70,7 @@ class ModelSpec:
     dense_layers: tuple[int, ...] = ()  # layers with one MLP of ffn_width all the same
     one_norm: bool = False  # of a parallel layer: the MLP has no norm of its own
     qk_norm_each: bool = False  # the q/k norm is a layer norm without shift, with a scale for each head
-    sigmoid_router: bool = False  # weights are sigmoids, not a softmax; a stored correction is added for the choice only
+    sigmoid_router: bool = False  # weights are sigmoids, not a softmax; a stored correction is added for the choice
     shared_width: int = 0  # inner width of an expert that every token takes as well, times sigmoid(gate); 0: none
 
     @property

@@ -41,6 +41,7 @@ FAMILIES = (
     "qwen3-moe-mixed",
     "mixtral",
     "qwen2-moe",
+    "minimax-m2",
     "stablelm-parallel",
     "nemotron",
     "falcon-groups",

@@ -16,6 +16,7 @@ from pdserve.client import AsyncClient
 from pdserve.errors import Exhausted
 from pdserve.registry.records import Load
 from pdserve.request import SamplingParams
+from pdserve.rpc.status import to_detail
 from router.gate import Pair
 from router.overload import OVERLOADED, Overload, place_wait_s
 from router.pool import Job, Pool
@@ -208,3 +209,13 @@ async def test_both_doors_refuse_before_a_worker_is_asked_and_say_when_to_come_a
             assert int(answer.value.response.headers["retry-after"]) >= 1
     assert crowded.router.orchestrator.outcomes.handed_over == begun
     await crowded.assert_nothing_held()
+
+
+@pytest.mark.parametrize("load", [{"prefill_tokens_per_s": 1e-300}, {"prefill_token_us": 1e308}, {"step_ms": 1e308}])
+async def test_rates_that_no_worker_has_are_a_wait_like_any_other(load: dict[str, float]) -> None:
+    """So the error can be told to the caller: its milliseconds are a number of 32 bits."""
+    desk = Desk(await pool_of(p=replace(PREFILLS, queued_tokens=2**31, **load), d=DECODES))  # type: ignore[arg-type]
+    request = asked("a")
+    with pytest.raises(Exhausted) as caught:
+        desk.overload.check(request, desk.pair(request))
+    assert to_detail(caught.value).retry_after_ms > 1000 * MAX_S

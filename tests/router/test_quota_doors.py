@@ -94,3 +94,23 @@ async def test_a_client_that_goes_away_counts_no_longer(made: House) -> None:
         assert made.router.quotas.told()["acme"].running == 0
         # 200 tokens were spoken for, of 400; nearly all have come back.
         await client.complete("the cat", sampling=SamplingParams(max_tokens=300))
+
+
+async def test_prompts_that_cannot_all_be_taken_are_charged_nothing_and_told_where_waiting_is_no_use(
+    made: House,
+) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=f"http://{made.router.http_address}/v1", headers=headers) as http:
+        for count, tokens, code in ((4, 2, "requests"), (3, 2, "concurrent"), (2, 250, "tokens")):
+            body = {"model": MODEL, "prompt": ["the cat"] * count, "max_tokens": tokens}
+            answer = await http.post("/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, f"tenant_{code}"), answer.text
+            assert "retry-after" not in answer.headers
+        steps = [worker.record().load.steps for worker in made.workers]
+        assert not made.router.quotas.told()
+        body |= {"max_tokens": 2}
+        assert (await http.post("/completions", json=body)).status_code == 200
+        refused = await http.post("/completions", json=body)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) <= 20
+        assert made.router.quotas.told()["acme"].requests == 2
+        assert [worker.record().load.steps for worker in made.workers] != steps

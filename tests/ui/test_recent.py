@@ -45,7 +45,7 @@ def test_only_the_last_ones_are_kept_and_nothing_of_their_accounts() -> None:
     assert recent.find("r29") is None and recent.find("r30") is not None
     change, changed = recent.since(0)
     assert len(changed) == KEPT and recent.since(change) == (change, [])
-    assert {seen.state for seen in changed} == {"done"}
+    assert {seen.state for seen in changed} == {"done"} and not recent.running()
 
 
 def test_refusals_have_a_bound_of_their_own_and_drive_nothing_out() -> None:

@@ -29,7 +29,13 @@ _ARCHITECTURES = {
     "gpt2": gguf.MODEL_ARCH.GPT2,
     "bloom": gguf.MODEL_ARCH.BLOOM,
 }
-_RENAMED = {"minimax_m2": "minimax-m2", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "mistral": "llama"}
+_RENAMED = {
+    "gemma3_text": "gemma3",
+    "minimax_m2": "minimax-m2",
+    "mistral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
 _CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 F32 = gguf.GGMLQuantizationType.F32
 

@@ -179,11 +179,7 @@ _ROWS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2MoeForCausalLM",
         {**_MOE, "head_dim": None, "shared_expert_intermediate_size": 28, "mlp_only_layers": [1]},
     ),
-    "minimax-m2": (
-        "MiniMaxM2Config",
-        "MiniMaxM2ForCausalLM",
-        {**_MIXTRAL, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    ),
+    "minimax-m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", {**_MIXTRAL, "rotary_dim": 6}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", _MIXTRAL),
     "mixtral-window": ("MixtralConfig", "MixtralForCausalLM", {**_MIXTRAL, "sliding_window": 5}),
     "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _NEOX),

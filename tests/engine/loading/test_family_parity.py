@@ -46,7 +46,7 @@ PLAIN_ONLY = {
     "mixtral-window": "experts",
     "mixtral-window-long": "experts",
     "qwen2-moe": "experts",
-    "minimax-m2": "experts",
+    "minimax-m2": "qk_norm_whole",
     "gpt-neox": "parallel",
     "stablelm-parallel": "parallel",
     "nemotron": "activation",

@@ -75,6 +75,7 @@ READABLE: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_size": 64, "head_dim": 16},
     "falcon": {},
     "qwen2-moe": {**DEFAULT_QWEN2_MOE, "mlp_only_layers": [], "num_hidden_layers": 1},
+    "minimax-m2": {},
     "gpt2": {"n_positions": 1024},
     "bloom": {},
 }
@@ -95,22 +96,13 @@ def test_each_architecture_that_we_serve_gives_the_logits_of_the_peer_reading_th
         torch.testing.assert_close(got, expected, rtol=0, atol=peers.TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "qwen2-moe",
-        "qwen3-moe",
-        "gemma2",
-        "gemma3",
-        "phi3",
-        "bloom",
-        "stablelm-parallel",
-        "nemotron",
-        "falcon",
-        "falcon-groups",
-    ],
-)
+ONE_SPEC = [
+    "llama", "qwen2-moe", "qwen3-moe", "minimax-m2", "gemma2", "gemma3", "phi3", "bloom", "stablelm-parallel",
+    "nemotron", "falcon", "falcon-groups",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_SPEC)
 def test_gguf_and_directory_give_one_spec(name: str, tmp_path: Path) -> None:
     """Of models in the sizes that the format takes for granted."""
     options = {} if name == "phi3" else dict(READABLE.get(name, {}))

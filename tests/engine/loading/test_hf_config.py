@@ -156,6 +156,7 @@ LINEAR = {"type": "linear", "factor": 2.0}
             "high_freq_factor",
             "BAD_VALUE",
         ),
+        ("minimax-m2", {"rotary_dim": 4}, "rotary_dim", "UNSUPPORTED_KEY"),
         ("falcon", {"alibi": True}, "alibi", "UNSUPPORTED_KEY"),
         ("falcon", {"parallel_attn": False}, "parallel_attn", "UNSUPPORTED_KEY"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn", "UNSUPPORTED_KEY"),

@@ -161,6 +161,7 @@ FAULTS: Mapping[str, tuple[str, Fault]] = {
     "nemotron: not squared": ("nemotron", change_spec(activation="relu")),
     "falcon: wrong KV head": ("falcon-groups", OTHER_HEAD),
     "falcon: norms exchanged": ("falcon-groups", exchanged("attn_norm", "mlp_norm")),
+    "minimax-m2: choice not corrected": ("minimax-m2", change_tensors("router_correction", zero)),
     "qwen2-moe: shared expert not weighted": ("qwen2-moe", change_tensors("shared_router", zero)),
     "qwen2-moe: weights normed": ("qwen2-moe", change_spec(norm_experts=True)),
     "opt: position offset left out": ("opt", change_tensors("pos", lambda t, _: t.roll(2, 0))),
