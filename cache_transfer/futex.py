@@ -10,7 +10,7 @@ import ctypes
 import platform
 import sys
 
-_NUMBER = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+_NUMBER = 202 if sys.platform == "linux" and platform.machine() == "x86_64" else 0
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
 

@@ -39,7 +39,10 @@ class MetricsPage:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The text, and its content type: OpenMetrics or Prometheus' own format, whichever `accept` asks for."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # the library's, for a version that is no version
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
 
@@ -75,7 +78,14 @@ class MetricsListener:
         """Returns the port. Raises ConfigError (CANNOT_BIND)."""
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._exchange, self._host, self._port, ssl=self._tls)
+            self._server = await loop.create_server(
+                self._exchange,
+                self._host,
+                self._port,
+                ssl=self._tls,
+                # A connection is ours to bound only from the end of its handshake on.
+                ssl_handshake_timeout=EXCHANGE_S if self._tls else None,
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on port {self._port} of {self._host}: {error.strerror}",

@@ -137,6 +137,10 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         {"chat": chat(tool_mode="auto", tools_json=json.dumps(TOOLS[:1] * 2))}, "tools", "INVALID_FIELD",
     ),
     "tools that are no JSON": ({"chat": chat(tool_mode="auto", tools_json="[{")}, "tools_json", "INVALID_JSON"),
+    "tools with what is no text": ({"chat": chat(tools_json='[{"name": "\\ud800"}]')}, "tools_json", "INVALID_JSON"),
+    "variables with what is no text": (
+        {"chat": chat(tools_json="", variables_json='{"\\ud800": "\\ud800"}')}, "variables_json", "INVALID_JSON",
+    ),
     "tools that are no list": ({"chat": chat(tools_json="{}")}, "tools_json", "INVALID_JSON"),
     "a template without tools": ({"chat": chat(tool_mode="auto")}, "tools", "NO_TOOLS"),
     "tools and a grammar": (

@@ -19,7 +19,8 @@ from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker
 from pdserve.errors import Cancelled, ConfigError, InvalidRequest, Unavailable
 from pdserve.rpc.settings import RpcSettings
-from pdserve.rpc.tls import CLIENT, WORKER
+from pdserve.rpc.tls import CLIENT, WORKER, http_context
+from pdserve.telemetry import exporter
 from pdserve.telemetry.counting import MAX_SERIES, OTHER, Counts, Histogram, Histograms, Refusals
 from pdserve.telemetry.exporter import MAX_CONNECTIONS, MAX_HEADER_BYTES, MetricsListener, MetricsPage
 from pdserve.telemetry.metrics import PREFIX, Families
@@ -27,7 +28,7 @@ from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from tests.e2e.stack import stack
 from tests.e2e.watched import engine
-from tests.rpc.certificates import make_certificates
+from tests.rpc.certificates import make_certificates, rpc_of
 from tests.telemetry.scraped import KEYS, OPENMETRICS, PROMPT, Observed, get, observed, traffic
 from tests.telemetry.scraped import Families as Scraped
 
@@ -236,6 +237,28 @@ async def test_the_listener_answers_one_question_and_lets_nobody_stay() -> None:
         assert await said(port, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n") == b""  # one too many
         for _, writer in waiting:
             writer.close()
+    finally:
+        await listener.stop()
+
+
+@pytest.mark.parametrize(
+    "accept", ["application/openmetrics-text; version=\xff", "a; version=1; escaping=x", ",;=" * 999]
+)
+async def test_an_accept_header_that_means_nothing_gets_the_plain_format(accept: str) -> None:
+    body, content_type = MetricsPage(prometheus_client.CollectorRegistry()).render(accept)
+    assert b"process_open_fds" in body and content_type.startswith("text/plain")
+
+
+async def test_who_says_nothing_where_tls_is_spoken_is_not_waited_for_longer_than_anybody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "EXCHANGE_S", 0.1)
+    tls = http_context(rpc_of(folder, WORKER).tls, client_certificates=True)
+    listener = MetricsListener(MetricsPage(prometheus_client.CollectorRegistry()), "127.0.0.1", 0, tls)
+    port = await listener.start()
+    try:
+        async with asyncio.timeout(5):
+            assert await said(port, b"") == b""
     finally:
         await listener.stop()
 

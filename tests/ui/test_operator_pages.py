@@ -158,6 +158,8 @@ async def test_viewers_are_few_and_end_with_the_router_or_when_they_take_nothing
     router = Router(router_settings())
     await router.start()
     async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as http:
+        for _ in range(2 * MAX_VIEWERS):
+            assert (await http.head("/ui/events")).status_code == 200  # and is no viewer
         open_pages = [http.stream("GET", "/ui/events") for _ in range(MAX_VIEWERS)]
         streams = [(await page.__aenter__()).aiter_bytes() for page in open_pages]
         for stream in streams:

@@ -11,6 +11,8 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
+from pdserve.client import AsyncClient
+from pdserve.errors import PdserveError
 from pdserve.registry.records import DECODE
 from router.app import Router
 from router.tenants import Tenant
@@ -92,6 +94,14 @@ async def test_a_request_appears_by_itself_and_opens_as_its_record(browser: Brow
         await expect(dialog).to_be_hidden()
         await expect(row.get_by_role("button")).to_be_focused()
         assert await page.evaluate("performance.timeOrigin") == before  # never loaded anew
+
+
+async def test_a_name_with_a_line_separator_does_not_lose_what_came_with_it(browser: Browser, made: House) -> None:
+    """U+2028 stands unescaped in JSON, and is the end of a line in JavaScript's expressions."""
+    async with AsyncClient(made.router.address) as client, opened(browser, made.router.http_address) as page:
+        with pytest.raises(PdserveError):
+            await client.complete("x", model="odd\u2028name")
+        await expect(page.locator("#list")).to_contain_text("UNKNOWN_MODEL")
 
 
 async def test_names_are_never_markup(browser: Browser, made: House) -> None:
