@@ -96,7 +96,13 @@ class Intake:
         for number, ask in enumerate(asks):
             own = name if len(asks) == 1 else f"{name}-{number}"
             version = requests[0].adapter_digest if requests else None
-            requests.append(await self.take(replace(ask, version=version, id=own, label=ask.label or label), tenant))
+            given = replace(ask, version=version, id=own, label=ask.label or label)
+            try:
+                requests.append(await self.take(given, tenant))
+            except InvalidRequest as error:
+                if len(asks) > 1 and error.field == "prompt":
+                    error.field = f"prompt[{number}]"  # which of them
+                raise
         if len(requests) > 1:
             self._quotas.check_together(requests)
         return tuple(requests)

@@ -178,7 +178,7 @@ BAD = [
     ({"prompt": ""}, "prompt", "empty_prompt"),
     ({"prompt": []}, "prompt", "empty_prompt"),
     ({"prompt": [[]]}, "prompt", "empty_prompt"),
-    ({"prompt": ["a", ""]}, "prompt", "empty_prompt"),
+    ({"prompt": ["a", ""]}, "prompt[1]", "empty_prompt"),
     ({"prompt": [1, "a"]}, "prompt[1]", "invalid_field"),
     ({"prompt": [1, True]}, "prompt[1]", "invalid_field"),
     ({"prompt": [[1], 2]}, "prompt[1]", "invalid_field"),

@@ -163,7 +163,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "no prompt among several": (several(0), "prompt", "EMPTY_PROMPT"),
     "a prompt of no kind": ({"several": {"prompts": [{"text": "a"}, {}]}}, "prompt", "EMPTY_PROMPT"),
-    "an empty text among several": ({"several": {"prompts": [{"text": "a"}, {"text": ""}]}}, "prompt", "EMPTY_PROMPT"),
+    "an empty one of several": ({"several": {"prompts": [{"text": "a"}, {"text": ""}]}}, "prompt[1]", "EMPTY_PROMPT"),
     "too many prompts": (several(129), "prompt", "TOO_MANY_PROMPTS"),
     "too many choices": (several(43, n=3), "n", "TOO_MANY_CHOICES"),
     "a record of several": (several(2, want_record=True), "want_record", "INVALID_FIELD"),
