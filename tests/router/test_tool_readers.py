@@ -184,10 +184,13 @@ SPOKEN = {  # up to the first argument
 }
 
 
+WITHOUT_SPECIAL = [(MISTRAL, MISTRAL_TEMPLATE, ""), (ARGS, ARGS_TEMPLATE, ""), (LLAMA3, LLAMA3_TEMPLATE, "")]
+
+
 @pytest.mark.parametrize(
     ("form", "template", "special"),
-    [*CASES, (MISTRAL, MISTRAL_TEMPLATE, ""), (ARGS, ARGS_TEMPLATE, ""), (LLAMA3, LLAMA3_TEMPLATE, "")],
-    ids=str,
+    [*CASES, *WITHOUT_SPECIAL],
+    ids=[f"{form.name} {special or '-'}" for form, _, special in [*CASES, *WITHOUT_SPECIAL]],
 )
 def test_strict_arguments_leave_the_text_around_free(form: ToolFormat, template: str, special: str) -> None:
     tokenizer = Tokenizer(with_template(template, special))
