@@ -179,7 +179,13 @@ async def test_no_body_and_no_header_changes_who_asks_over_http() -> None:
             assert await cached("acme", messages=messages) == 0
             assert await cached("zeta", headers, messages=messages, user="acme") == 0
             assert await cached("acme", messages=messages, user="zeta") > 0
-        for field in ("tenant", "tenant_id", "cache_salt", "salt", "safety_identifier", "prompt_cache_key", "metadata"):
+        labels = {"safety_identifier": "acme", "prompt_cache_key": "acme", "metadata": {"tenant": "acme"}}
+        for label, value in labels.items():  # taken as clients send them, and never an identity
+            messages = [{**HTTP_BODY["messages"][0], "role": f"{label[:4]}user"}]
+            assert await cached("acme", messages=messages) == 0
+            assert await cached("zeta", messages=messages, **{label: value}) == 0
+            assert await cached("acme", messages=messages, **{label: "zeta" if value == "acme" else {}}) > 0
+        for field in ("tenant", "tenant_id", "cache_salt", "salt"):
             async with httpx.AsyncClient() as http:
                 answer = await http.post(
                     url, headers={"Authorization": f"Bearer {KEYS['zeta']}"}, json={**HTTP_BODY, field: "acme"}
