@@ -179,7 +179,11 @@ async def test_no_body_and_no_header_changes_who_asks_over_http() -> None:
             assert await cached("acme", messages=messages) == 0
             assert await cached("zeta", headers, messages=messages, user="acme") == 0
             assert await cached("acme", messages=messages, user="zeta") > 0
-        labels: dict[str, Any] = {"safety_identifier": "acme", "prompt_cache_key": "acme", "metadata": {"tenant": "acme"}}
+        labels: dict[str, Any] = {
+            "safety_identifier": "acme",
+            "prompt_cache_key": "acme",
+            "metadata": {"tenant": "acme"},
+        }
         for label, value in labels.items():  # taken as clients send them, and never an identity
             messages = [{**HTTP_BODY["messages"][0], "role": f"{label[:4]}user"}]
             assert await cached("acme", messages=messages) == 0
