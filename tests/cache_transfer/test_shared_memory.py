@@ -106,7 +106,11 @@ async def test_memory_that_cannot_be_read_falls_back_to_the_stream(monkeypatch: 
 
 def test_memory_of_this_tickets_sender_is_taken() -> None:
     with memory() as offer:
-        Shared.open(offer, SECRET).close()
+        os.pwrite(offer.fd, b"payload", 4096)
+        shared = Shared.open(offer, SECRET)
+        frame = SharedFrame(b"header", 4096, 7, bytes(32))
+        assert bytes(shared.read(frame, memoryview(bytearray(16)))) == b"payload"
+        shared.close()
 
 
 @pytest.mark.parametrize("size", [0, 1, SIZE - 1, SIZE + 1, 2**40, 2**63])

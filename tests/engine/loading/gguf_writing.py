@@ -132,6 +132,23 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
     eps = next(
         e for n in ("norm_epsilon", "layer_norm_eps", "norm_eps", "rms_norm_eps") if (e := getattr(config, n, 0))
     )
+    return (
+        common
+        | _own(config, arch, rope)
+        | {
+            f"{arch}.feed_forward_length": config.intermediate_size,
+            f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+            f"{arch}.attention.{norm}_epsilon": eps,
+            f"{arch}.attention.key_length": head_dim,
+            f"{arch}.attention.value_length": head_dim,
+            f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+            f"{arch}.rope.freq_base": float(rope["rope_theta"]),
+        }
+    )
+
+
+def _own(config: Any, arch: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """What only some architectures have."""
     own: dict[str, Any] = {}
     if arch in ("gemma2", "gemma3", "phi3"):
         own[f"{arch}.attention.sliding_window"] = config.sliding_window or 0
@@ -155,19 +172,7 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
         own[f"{arch}.rope.scaling.factor"] = float(rope["factor"])
     if rope["rope_type"] == "yarn":
         own[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    return (
-        common
-        | own
-        | {
-            f"{arch}.feed_forward_length": config.intermediate_size,
-            f"{arch}.attention.head_count_kv": config.num_key_value_heads,
-            f"{arch}.attention.{norm}_epsilon": eps,
-            f"{arch}.attention.key_length": head_dim,
-            f"{arch}.attention.value_length": head_dim,
-            f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
-            f"{arch}.rope.freq_base": float(rope["rope_theta"]),
-        }
-    )
+    return own
 
 
 def _tensors(model: Any, arch: str) -> dict[str, Tensor]:
