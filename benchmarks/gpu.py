@@ -178,7 +178,7 @@ def measure_staging(engine: Engine, sizes: Sizes, device: str) -> list[Figure]:
     cache = engine.cache
     tokens = min(sizes.context, cache.capacity)
     (pages,) = tables(1, tokens)
-    rows = cache.rows((0, cache.heads), (0, tokens), pages)
+    rows = cache.rows(shape := cache.shape("k", 0), (0, shape[0]), (0, tokens), pages)
     payload = memoryview(bytearray(rows.index.size * rows.row_bytes))
     times = max(1, sizes.staged_bytes // len(payload))
     figures = []

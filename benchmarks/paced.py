@@ -65,8 +65,8 @@ class PacedSender:
     async def _compute(self, sender: HandoffSender) -> None:
         """Announces layers when a prefill core would have them."""
         layers = len(self._contract.planes)
-        token = sum(plane.heads * plane.head_dim for plane in self._contract.planes[0])
-        layer_bytes = CHUNK_TOKENS * token * ITEM_BYTES[self._contract.kv_dtype]
+        token = sum(plane.heads * plane.head_dim for planes in self._contract.planes for plane in planes)
+        layer_bytes = CHUNK_TOKENS * token * ITEM_BYTES[self._contract.kv_dtype] // layers  # on average
         group = max(1, GROUP_BYTES // layer_bytes)
         loop = asyncio.get_running_loop()
         began, done, parts = loop.time(), 0, -(-self._tokens // CHUNK_TOKENS) * -(-layers // group)

@@ -8,10 +8,11 @@ held any more. Workers compute in deterministic mode, so that every answer is kn
     failures                 typed, all of them
     answers that differ      none
     pages left at a rest     none
+    idle rings at a rest     as many as a prefill worker keeps
     memory, descriptors, threads, tasks of the router, and of workers that lived   flat after the warm-up
 
 The exit status is 1 when a goal is missed. `--model tiny` (and --quick) serves a small random model: many more
-requests, and the same code.
+requests, and the same code. `--spare p1 d1` never kills these: they see their peers die again and again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.checkpoints import add_tokenizer, random_adapter, tiny_checkpoin
 from benchmarks.report import Figure, make_parser, report
 from benchmarks.soak_adapters import Changes
 from benchmarks.soak_figures import Rest, Soak, figures_of, summary
-from benchmarks.soak_house import House, open_house, toml
+from benchmarks.soak_house import WORKERS, House, open_house, toml
 from benchmarks.soak_questions import SMOLLM2, TINY, VERSIONS, Baseline, Question, Sizes, make
 from benchmarks.soak_traffic import Callers, Doors
 from benchmarks.soak_watch import Watch
@@ -86,9 +87,9 @@ async def rest(house: House, watch: Watch, operator: AsyncClient) -> Rest:
     for life in held:
         print(f"{life} still holds {accounts[life].holdings}", file=sys.stderr)
     faults = tuple(f"{life}: {each.fault}" for life, each in accounts.items() if not each.intact)
-    samples = {life: mine[-1] for life in house.lives if (mine := watch.samples.get(life))}
     tasks = await house.tasks(operator, KEYS[OPERATOR])
-    return Rest(time.monotonic(), sum(held.values()), waited_s, faults, samples, tasks)
+    rings = {life: mine[-1].rings for life in house.lives if (mine := watch.samples.get(life))}
+    return Rest(time.monotonic(), sum(held.values()), waited_s, faults, tasks, rings)
 
 
 async def soak(options: argparse.Namespace, house: House, questions: Sequence[Question]) -> tuple[Soak, Watch, Changes]:
@@ -106,6 +107,7 @@ async def soak(options: argparse.Namespace, house: House, questions: Sequence[Qu
         print(f"{len(callers.outcomes)} questions to warm up", file=sys.stderr, flush=True)
         seen.rests.append(await rest(house, watch, operator))
         drawn = random.Random(options.seed)
+        victims = [name for name in WORKERS if name not in options.spare]
         seen.began = time.monotonic()
         for _ in range(options.rounds):
             resting = asyncio.Event()
@@ -113,7 +115,7 @@ async def soak(options: argparse.Namespace, house: House, questions: Sequence[Qu
             async with asyncio.TaskGroup() as group:
                 group.create_task(callers.ask_until(resting))
                 group.create_task(changes.change_until(resting, drawn, options.change_s))
-                group.create_task(house.kill_until(resting, drawn, options.pause_s, operator, changes.restore))
+                group.create_task(house.kill_until(resting, drawn, options.pause_s, victims, operator, changes.restore))
             seen.rests.append(await rest(house, watch, operator))
             say(seen, house)
         seen.ended = time.monotonic()
@@ -136,7 +138,7 @@ def say(seen: Soak, house: House) -> None:
 async def measure(options: argparse.Namespace, questions: Sequence[Question]) -> list[Figure]:
     async with open_house(config(options.model, options.adapters, options.sizes), options.logs) as house:
         seen, watch, changes = await soak(options, house, questions)
-        summary(seen, house, changes)
+        summary(seen, watch, house, changes)
         if options.logs:
             watch.write(options.logs / "samples.json", seen.began)
         return figures_of(seen, watch, house, changes)
@@ -172,6 +174,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=6, help="callers at a time")
     parser.add_argument("--think-s", type=float, default=0.2, help="mean seconds from an answer to the next question")
     parser.add_argument("--pause-s", type=float, default=4.0, help="mean seconds from a victim's return to the next")
+    parser.add_argument("--spare", nargs="*", default=[], choices=WORKERS, help="workers that are never killed")
     parser.add_argument("--change-s", type=float, default=6.0, help="mean seconds between changes of adapters")
     parser.add_argument("--round-s", type=float, default=100.0, help="seconds from one rest to the next")
     parser.add_argument("--seed", type=int, default=1)

@@ -12,10 +12,12 @@ from benchmarks.report import Figure
 from benchmarks.soak_adapters import Changes
 from benchmarks.soak_house import House
 from benchmarks.soak_traffic import COMPLETE, DIFFERENT, FAILED, LEFT, REFUSED, UNTYPED, Outcome
-from benchmarks.soak_watch import MIB, Sample, Watch
+from benchmarks.soak_watch import MIB, Watch
+from cache_transfer.rings import MAX_IDLE
 
 COMPLETE_GOAL = 0.95
-HELD = ("descriptors", "threads", "tasks")
+RING_DESCRIPTORS = 2  # the memory's own, and that of its mapping
+MORE = 4  # descriptors, threads or tasks that a process may have gained
 MAX_SHOWN = 8
 
 
@@ -27,13 +29,8 @@ class Rest:
     pages: int  # still held
     waited_s: float
     faults: tuple[str, ...]
-    samples: dict[str, Sample]  # by life
     tasks: dict[str, int]  # of the event loop, by life
-
-    def held(self, life: str, name: str) -> int:
-        """Of one process, how many of one of HELD."""
-        sample = self.samples[life]
-        return {"descriptors": sample.descriptors, "threads": sample.threads, "tasks": self.tasks[life]}[name]
+    rings: dict[str, int]  # descriptors of rings of shared memory, by life
 
 
 @dataclass
@@ -54,6 +51,7 @@ def figures_of(seen: Soak, watch: Watch, house: House, changes: Changes) -> list
     failures = [outcome for outcome in seen.outcomes if outcome.end == FAILED]
     untyped = sum(outcome.reason == UNTYPED for outcome in failures)
     per_minute = 60 * sum(outcome.began >= seen.began for outcome in seen.outcomes) / (seen.ended - seen.began)
+    most_rings = max((count for each in seen.rests for count in each.rings.values()), default=0) // RING_DESCRIPTORS
     figures = [
         Figure("requests", len(seen.outcomes), "requests"),
         Figure("requests per minute", per_minute, "per minute"),
@@ -70,6 +68,7 @@ def figures_of(seen: Soak, watch: Watch, house: House, changes: Changes) -> list
         Figure("changes of adapters", changes.done, "changes"),
         Figure("pages held at a rest", max(each.pages for each in seen.rests), "pages", goal=0, at_most=True),
         Figure("books that do not agree", sum(len(r.faults) for r in seen.rests), "workers", goal=0, at_most=True),
+        Figure("most idle rings at a rest", most_rings, "rings", goal=MAX_IDLE, at_most=True),
         Figure("longest wait for a rest", max(each.waited_s for each in seen.rests), "s"),
     ]
     figures += [Figure(f"failed: {reason}", count, "requests") for reason, count in reasons(failures).items()]
@@ -95,20 +94,27 @@ def growths(seen: Soak, watch: Watch) -> list[Figure]:
                 Figure(f"{title}: its bound (95 %)", worst.bound / MIB, "MiB/min"),
                 Figure(f"{title}: sure growth in ten minutes", 10 * worst.sure, "share", goal=0.02, at_most=True),
             ]
-        for name in HELD:
-            more = [growth for life in lives if (growth := _more(seen.rests, life, name)) is not None]
-            if more:
-                figures.append(Figure(f"{title}: more {name} at the last rest", max(more), name, goal=4, at_most=True))
+        gained = [each for life in lives if (each := watch.gained(life)) is not None]
+        for name in ("descriptors", "threads"):
+            most = max((getattr(each, name) for life in lives for each in watch.samples[life]), default=0)
+            figures.append(Figure(f"{title}: most {name}", most, name))
+            if gained:
+                more = max(getattr(each, name) for each in gained)
+                figures.append(Figure(f"{title}: more {name} since the warm-up", more, name, goal=MORE, at_most=True))
+        more_tasks = [more for life in lives if (more := _more_tasks(seen.rests, life)) is not None]
+        if more_tasks:
+            name = f"{title}: more tasks at the last rest"
+            figures.append(Figure(name, max(more_tasks), "tasks", goal=MORE, at_most=True))
     return figures
 
 
-def _more(rests: Sequence[Rest], life: str, name: str) -> int | None:
+def _more_tasks(rests: Sequence[Rest], life: str) -> int | None:
     """At the last rest that a process saw than at its first one after the warm-up; None where it saw too few."""
-    mine = [each.held(life, name) for each in rests[1:] if life in each.samples and life in each.tasks]
+    mine = [each.tasks[life] for each in rests[1:] if life in each.tasks]
     return mine[-1] - mine[0] if len(mine) > 1 else None
 
 
-def summary(seen: Soak, house: House, changes: Changes) -> None:
+def summary(seen: Soak, watch: Watch, house: House, changes: Changes) -> None:
     """What a reader wants to know besides the figures, on standard error."""
     kinds = Counter((outcome.kind, outcome.end) for outcome in seen.outcomes)
     for (kind, end), count in sorted(kinds.items()):
@@ -116,6 +122,9 @@ def summary(seen: Soak, house: House, changes: Changes) -> None:
     for way in sorted({kill.way for kill in house.kills}):
         took = [kill.ready_after_s for kill in house.kills if kill.way == way]
         print(f"{way}: {len(took)}, ready again after {statistics.median(took):.1f} s (median)", file=sys.stderr)
+    for life in sorted(watch.samples):
+        if (gained := watch.gained(life)) is not None and gained.kinds:
+            print(f"{life} has more: {', '.join(f'{n} {kind}' for kind, n in gained.kinds.items())}", file=sys.stderr)
     wrong = [outcome for outcome in seen.outcomes if outcome.end in (FAILED, DIFFERENT)]
     for outcome in wrong[:MAX_SHOWN]:
         at = outcome.began - seen.began

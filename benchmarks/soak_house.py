@@ -151,13 +151,14 @@ class House:
         resting: asyncio.Event,
         drawn: random.Random,
         pause_s: float,
+        victims: Sequence[str],
         client: AsyncClient,
         ready: Callable[[], Awaitable[None]],
     ) -> None:
         """One after the other, each a while after the last victim was ready and `ready` was done."""
         while not await set_within(resting, drawn.expovariate(1 / pause_s)):
             frozen_s = drawn.uniform(*FROZEN_S)
-            self.kills.append(await self.kill(drawn.choice(WORKERS), drawn.choice(KILLS), frozen_s, client))
+            self.kills.append(await self.kill(drawn.choice(victims), drawn.choice(KILLS), frozen_s, client))
             await ready()
 
     async def tasks(self, client: AsyncClient, key: str) -> dict[str, int]:

@@ -1,7 +1,16 @@
 """What the processes of a soak hold, from outside: memory, open descriptors, threads; and whether that grows.
 
 Memory is what is a process's alone and not of a file (RssAnon of proc(5)): weights, page pool, heap. A page pool is
-touched by and by, and a heap grows to the largest batch it has seen, hence the warm-up.
+touched by and by, and a heap grows to the largest batch it has seen, hence the warm-up. So it is with descriptors
+and threads: connections to peers and the threads of a pool are made when they are first needed. What comes after the
+warm-up is judged, in every life that is long enough:
+
+    memory                 the slope of a line through it
+    descriptors, threads   the lowest count of its last quarter over the lowest of its first: what a request in
+                           flight holds comes and goes, and what is never given back is in the lowest count, too
+
+Rings of shared memory are counted apart. A prefill worker keeps some for a minute, as many as its busiest moment in
+that minute needed, so their number rises and falls. At a rest it may be no higher than what it keeps.
 """
 
 from __future__ import annotations
@@ -11,13 +20,15 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 WARM_UP_S, WARM_UP_SHARE = 60.0, 0.4  # of a process's life, whichever is longer
 SPAN_S = 60.0  # of samples after it, at least, to speak of growth
-BLOCKS = 8
+BLOCKS, QUARTERS = 8, 4
+RING = "/memfd:pdserve-handoff"
 
 MIB = 1 << 20
 
@@ -26,8 +37,14 @@ MIB = 1 << 20
 class Sample:
     at: float  # monotonic seconds
     memory: int  # bytes
-    descriptors: int
+    descriptors: int  # but those of rings
     threads: int
+    kinds: Mapping[str, int] = field(default_factory=dict)  # of all: how many of each kind
+
+    @property
+    def rings(self) -> int:
+        """Descriptors."""
+        return self.kinds.get(RING, 0)
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,15 @@ class Growth:
     def sure(self) -> float:
         """The least of it, as a share of the level; 0: it may be flat, or fall."""
         return max(0.0, self.slope - self.bound) / self.level
+
+
+@dataclass(frozen=True)
+class Gained:
+    """By which counts are higher at the end of a life than after its warm-up."""
+
+    descriptors: int
+    threads: int
+    kinds: Mapping[str, int]  # those that are more
 
 
 @dataclass
@@ -60,21 +86,41 @@ class Watch:
             await asyncio.sleep(self.every_s)
 
     def write(self, file: Path, began: float) -> None:
-        """[seconds since `began`, memory, descriptors, threads] of each sample, by life."""
+        """[seconds since `began`, memory, descriptors, threads, kinds of both] of each sample, by life."""
         shown = {
-            life: [[round(each.at - began, 1), each.memory, each.descriptors, each.threads] for each in mine]
+            life: [
+                [round(each.at - began, 1), each.memory, each.descriptors, each.threads, dict(each.kinds)]
+                for each in mine
+            ]
             for life, mine in self.samples.items()
         }
         file.write_text(json.dumps(shown) + "\n")
 
-    def grown(self, life: str) -> Growth | None:
-        """Of its memory, once it was warm; None for one that did not live long enough to tell."""
+    def warm(self, life: str) -> list[Sample]:
+        """Of one process, those after its warm-up; none if it did not live long enough to tell."""
         mine = self.samples.get(life, [])
         warm_up_s = max(WARM_UP_S, WARM_UP_SHARE * (mine[-1].at - mine[0].at)) if mine else 0.0
         warm = [each for each in mine if each.at - mine[0].at >= warm_up_s]
-        if len(warm) < 2 * BLOCKS or warm[-1].at - warm[0].at < SPAN_S:
+        return warm if len(warm) >= 2 * BLOCKS and warm[-1].at - warm[0].at >= SPAN_S else []
+
+    def grown(self, life: str) -> Growth | None:
+        """Of its memory, once it was warm; None for one that did not live long enough to tell."""
+        warm = self.warm(life)
+        return growth([(each.at, each.memory) for each in warm]) if warm else None
+
+    def gained(self, life: str) -> Gained | None:
+        """The same of what is counted."""
+        warm = self.warm(life)
+        if not warm:
             return None
-        return growth([(each.at, each.memory) for each in warm])
+        size = len(warm) // QUARTERS
+        first, last = warm[:size], warm[-size:]
+        kinds = {kind for each in warm for kind in each.kinds}
+        return Gained(
+            _lowest(last, lambda each: each.descriptors) - _lowest(first, lambda each: each.descriptors),
+            _lowest(last, lambda each: each.threads) - _lowest(first, lambda each: each.threads),
+            {kind: more for kind in sorted(kinds) if (more := _lowest_of(kind, last) - _lowest_of(kind, first)) > 0},
+        )
 
 
 def sample(pid: int) -> Sample | None:
@@ -85,10 +131,28 @@ def sample(pid: int) -> Sample | None:
         if "RssAnon" not in told:
             return None
         kib = int(told["RssAnon"].split()[0])
-        descriptors = sum(1 for _ in (place / "fd").iterdir())
+        descriptors = [_kind(each) for each in (place / "fd").iterdir()]
+        threads = [f"thread {(each / 'comm').read_text().strip()}" for each in (place / "task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return Sample(time.monotonic(), kib * 1024, descriptors, int(told["Threads"]))
+    count = sum(each != RING for each in descriptors)
+    return Sample(time.monotonic(), kib * 1024, count, len(threads), Counter(descriptors + threads))
+
+
+def _kind(descriptor: Path) -> str:
+    """What it leads to, without its number: socket, /memfd:pdserve-handoff, a file's name."""
+    try:
+        return descriptor.readlink().as_posix().split(":[")[0].removesuffix(" (deleted)")
+    except FileNotFoundError:
+        return "closed meanwhile"
+
+
+def _lowest(samples: Sequence[Sample], count: Callable[[Sample], int]) -> int:
+    return min(map(count, samples))
+
+
+def _lowest_of(kind: str, samples: Sequence[Sample]) -> int:
+    return _lowest(samples, lambda each: each.kinds.get(kind, 0))
 
 
 def growth(points: Sequence[tuple[float, float]]) -> Growth:

@@ -9,7 +9,8 @@ permission whose absence refuses, such as `allow_lossy`, nor for a must-equal fi
 it: whoever does not know it computes another contract digest, and refuses.
 
 History:
-    1  first version; later `allow_lossy` (absent: no); later `layer_positions` (absent: `positions` in every layer).
+    1  first version; later `allow_lossy` (absent: no); later `layer_positions` (absent: `positions` in every layer);
+       later layers without planes, which an older reader refuses.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def _attention_from_proto(read: FieldReader, proto: pb.AttentionScheme, layers: 
 
 def _planes_from_proto(read: FieldReader, layer: int, proto: pb.LayerPlanes) -> tuple[CachePlane, ...]:
     where = f"layers[{layer}]"
-    read.count(f"{where}.planes", len(proto.planes), 1, MAX_PLANES)
+    read.count(f"{where}.planes", len(proto.planes), 0, MAX_PLANES)  # 0: the layer caches nothing
     planes = tuple(
         CachePlane(
             name=read.text(f"{where}.name", plane.name),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.metrics_core import Metric
 
 from decode_worker.sequence import State
-from pdserve.registry.pool_metrics import PoolCollector, PoolCounted
 from pdserve.telemetry.counting import Counts
+from pdserve.worker.metrics import PoolCollector, PoolCounted
 
 if TYPE_CHECKING:
     from decode_worker.worker import DecodeWorker

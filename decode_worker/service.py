@@ -23,8 +23,6 @@ from decode_worker.sequence import Sequence, State
 from decode_worker.stream import Event
 from decode_worker.tracing import GenerateTrace, generating
 from pdserve.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest, PdserveError
-from pdserve.registry.adapter_service import AdapterService
-from pdserve.registry.worker_service import WorkerService
 from pdserve.request import check_request_id
 from pdserve.rpc.convert import finish_to_proto, sampling_from_proto, tokens_to_proto
 from pdserve.rpc.deadline import remaining_s
@@ -32,6 +30,8 @@ from pdserve.rpc.events import Finish, Prefilled, TokenBatch
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import to_detail
 from pdserve.v1 import adapters_pb2_grpc, decode_pb2, decode_pb2_grpc, worker_pb2_grpc
+from pdserve.worker.adapter_service import AdapterService
+from pdserve.worker.service import WorkerService
 
 if TYPE_CHECKING:
     from decode_worker.worker import DecodeWorker

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import not_allowed
-from pdserve.registry.worker_settings import CommonSettings
 from pdserve.rpc.settings import check_advertised
+from pdserve.worker.settings import CommonSettings
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The decode worker: its two servers and what it tells of itself. Its life is in pdserve/registry/pool_worker.py.
+"""The decode worker: its two servers and what it tells of itself. Its life is in pdserve/worker/pool_worker.py.
 
 One event loop owns servers, scheduler, tickets and page books; one engine thread runs steps and
 samples. What happens to a request is in pipeline.py.
@@ -29,12 +29,12 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.native.build import kernels_folder
 from pdserve.engine.runner import EngineThread
-from pdserve.registry.accounts import GRANT, PIN, PREEMPTED, REQUEST, TICKET, Accounts, Stake
-from pdserve.registry.pool_worker import PoolWorker
-from pdserve.registry.records import CHOICES, DECODE, GRAMMAR, Load, Registry
-from pdserve.registry.worker_service import KernelReport
+from pdserve.registry.records import CHOICES, DECODE, GRAMMAR, SPECIAL_TOKENS, Load, Registry
 from pdserve.rpc.server import Server
 from pdserve.tokenizer import Bundle, Tokenizer
+from pdserve.worker.accounts import GRANT, PIN, PREEMPTED, REQUEST, TICKET, Accounts, Stake
+from pdserve.worker.pool_worker import PoolWorker
+from pdserve.worker.service import KernelReport
 
 
 class DecodeWorker(PoolWorker):
@@ -51,7 +51,7 @@ class DecodeWorker(PoolWorker):
 
     pipeline: Pipeline
     takes_prompts = True
-    capabilities = frozenset({CHOICES, GRAMMAR})
+    capabilities = frozenset({CHOICES, GRAMMAR, SPECIAL_TOKENS})
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -176,22 +176,24 @@ def parse_config(tables: Table) -> Config:
 
     model = _section(ModelSettings, "model", tables.get("model", {}))
     rpc = _rpc(tables.get("rpc", {}))
+    of_router, of_worker = (replace(rpc, tls=rpc.tls.of_role(role)) for role in ("router", "worker"))
     registry = _section(RegistrySettings, "registry", tables.get("registry", {}))
     telemetry = _section(TelemetrySettings, "telemetry", tables.get("telemetry", {}))
-    shared = {"rpc": rpc, "registry": registry, "telemetry": telemetry}
+    shared = {"registry": registry, "telemetry": telemetry}
     _engine("engine", tables.get("engine", {}))
 
     def worker(cls: type[T], name: str) -> T:
         table = dict(tables.get(name, {}))
         own = table.pop("engine", {})
-        given = shared | {"engine": _engine(f"{name}.engine", merge(tables.get("engine", {}), own))}
+        engine = _engine(f"{name}.engine", merge(tables.get("engine", {}), own))
+        given = shared | {"rpc": of_worker, "engine": engine}
         return _section(cls, name, table, given | _of_model(model))
 
     return Config(
         model=model,
         prefill=worker(PrefillSettings, "prefill"),
         decode=worker(DecodeSettings, "decode"),
-        router=_router(tables.get("router", {}), shared),
+        router=_router(tables.get("router", {}), shared | {"rpc": of_router}),
         pools=_section(PoolSettings, "pools", tables.get("pools", {})),
         scaling=_section(ScalingSettings, "scaling", tables.get("scaling", {})),
     )

@@ -4,7 +4,8 @@
     pod:      `pdserve drain`, before Ray is told to stop: knocks at every door here, returns when all have drained
 
 A worker of its own process needs none of this, SIGTERM drains it. Ray's processes die of one
-without a word to the replicas in them.
+without a word to the replicas in them. The file of a replica that was killed goes when the next
+one here opens, or when somebody knocks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import logging
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,6 +22,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _SUFFIX = ".drain"
+_KNOCK_S = 5.0  # for one line from the same machine
+KNOCK = b"drain\n"
 DRAINED = b"drained\n"
 
 
@@ -30,7 +34,7 @@ def folder() -> Path:
 
 
 class DrainDoor:
-    """One worker's socket. `drain` is awaited for every knock, so it must be idempotent."""
+    """One worker's socket. `drain` is awaited for every knock, so it must be idempotent. A connection alone is none."""
 
     def __init__(self, drain: Callable[[], Awaitable[None]]) -> None:
         self._drain = drain
@@ -40,7 +44,10 @@ class DrainDoor:
     async def open(self) -> None:
         """Raises OSError when the socket cannot be made."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._server = await asyncio.start_unix_server(self._answer, self.path)
+        _remove_abandoned()
+        being_made = self.path.with_suffix("")
+        self._server = await asyncio.start_unix_server(self._answer, being_made)
+        being_made.rename(self.path)  # so that every door with this suffix listens, or is nobody's
 
     async def close(self) -> None:
         """Idempotent. Who is still waiting sees the end of the connection."""
@@ -50,19 +57,43 @@ class DrainDoor:
             self.path.unlink(missing_ok=True)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        log.info("told to drain")
         try:
-            await self._drain()
-            writer.write(DRAINED)
-            await writer.drain()
+            if await _knocks(reader):
+                log.info("told to drain")
+                await self._drain()
+                writer.write(DRAINED)
+                await writer.drain()
         except ConnectionError:
             log.info("who told us to drain has gone")
         finally:
             writer.close()
 
 
+async def _knocks(reader: asyncio.StreamReader) -> bool:
+    """False: somebody looked whether anybody is here."""
+    try:
+        async with asyncio.timeout(_KNOCK_S):
+            return await reader.readline() == KNOCK
+    except (TimeoutError, ValueError):  # a line without an end
+        return False
+
+
+def _remove_abandoned() -> None:
+    """The files of workers that were killed: nobody listens behind them any more."""
+    for path in folder().glob(f"*{_SUFFIX}"):
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.setblocking(False)
+            try:
+                caller.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                log.debug("%s: %s", path, error)  # it has just gone, or has more callers than it can take
+
+
 async def drain_all(timeout_s: float) -> tuple[int, int]:
     """Knocks at every door. Returns how many workers have drained, and how many have not within the time."""
+    _remove_abandoned()
     paths = sorted(folder().glob(f"*{_SUFFIX}"))
     answers = [answer for answer in await asyncio.gather(*(_knock(path, timeout_s) for path in paths)) if answer != ""]
     return answers.count(DRAINED), len(answers) - answers.count(DRAINED)
@@ -77,6 +108,7 @@ async def _knock(path: Path, timeout_s: float) -> bytes | str:
             except (ConnectionRefusedError, FileNotFoundError):
                 return ""
             try:
+                writer.write(KNOCK)
                 return await reader.read()
             finally:
                 writer.close()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
-from pdserve.registry.pool_metrics import PoolCollector, PoolCounted
 from pdserve.telemetry.counting import WAIT_S, Counts, Histogram
+from pdserve.worker.metrics import PoolCollector, PoolCounted
 from prefill_worker.scheduler import Prompt, State
 
 if TYPE_CHECKING:

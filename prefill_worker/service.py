@@ -8,14 +8,14 @@ import grpc
 
 from cache_transfer.wire import contract_from_proto, identity_from_proto, ticket_from_proto
 from pdserve.errors import InvalidRequest
-from pdserve.registry.adapter_service import AdapterService
 from pdserve.registry.records import PREFILL
-from pdserve.registry.worker_service import WorkerService
 from pdserve.request import check_request_id
 from pdserve.rpc.deadline import remaining_s
 from pdserve.rpc.server import Server
 from pdserve.telemetry.context import enter, received
 from pdserve.v1 import adapters_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
+from pdserve.worker.adapter_service import AdapterService
+from pdserve.worker.service import WorkerService
 from prefill_worker.admission import PrefillRequest
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import not_allowed
-from pdserve.registry.worker_settings import CommonSettings
+from pdserve.worker.settings import CommonSettings
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from pdserve.engine.plan import Chunk, StepOutput, StepPlan
 from pdserve.engine.runner import EngineThread
 from pdserve.engine.trace import StepTrace
 from pdserve.errors import DeadlineExceeded, Exhausted, InvalidRequest, Refused
-from pdserve.registry.trace import TracedRows, TracedRun
 from pdserve.request import check_token_ids
+from pdserve.worker.trace import TracedRows, TracedRun
 
 MAX_TOKENS = 512  # of a traced prompt
 MAX_COLUMNS = 4096  # of each row

@@ -1,4 +1,4 @@
-"""The prefill worker: its server and what it tells of itself. Its life is in pdserve/registry/pool_worker.py.
+"""The prefill worker: its server and what it tells of itself. Its life is in pdserve/worker/pool_worker.py.
 
 One event loop owns server, channels, scheduler and page books; one engine thread runs steps. What
 happens to a prompt is in pipeline.py.
@@ -21,12 +21,12 @@ from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.native.build import kernels_folder
 from pdserve.engine.runner import EngineThread
 from pdserve.errors import Cancelled
-from pdserve.registry.accounts import LEASE, Stake
-from pdserve.registry.pool_worker import PoolWorker
 from pdserve.registry.records import PREFILL, Load, Registry
-from pdserve.registry.trace import TracedRun
-from pdserve.registry.worker_service import KernelReport
 from pdserve.tokenizer import Bundle
+from pdserve.worker.accounts import LEASE, Stake
+from pdserve.worker.pool_worker import PoolWorker
+from pdserve.worker.service import KernelReport
+from pdserve.worker.trace import TracedRun
 from prefill_worker import service
 from prefill_worker.admission import Limits, PrefillRequest, check_request
 from prefill_worker.handoff import PrefillResult

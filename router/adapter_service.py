@@ -2,8 +2,8 @@
 
 What one worker refuses is told beside what the others did; the same call again repairs it. A name is taken away from
 the decode workers first: they know a request from its beginning to its end, so when they are free of an adapter,
-nobody needs it at the prefill workers either. Where tenants are known by keys, only `router.operators` may change
-anything.
+nobody needs it at the prefill workers either. Where tenants are known by keys, only `router.operators` may change or
+see anything here; others read the names that they may use from Gateway/ListModels.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RouterAdapterService(adapters_pb2_grpc.AdaptersServicer):
         self._model_of = model_of
 
     async def Load(self, request: adapters_pb2.LoadAdapterRequest, context: Context) -> adapters_pb2.AdaptersResponse:
-        self._check_operator(context)
+        self._check_operator(context, "change which adapters are served")
         members = self._members(self._model_of(request.model))
         asked = adapters_pb2.LoadAdapterRequest(name=request.name, path=request.path)
         return await self._changed(await self._ask(members, "Load", asked, LOAD_S))
@@ -65,7 +65,7 @@ class RouterAdapterService(adapters_pb2_grpc.AdaptersServicer):
     async def Unload(
         self, request: adapters_pb2.UnloadAdapterRequest, context: Context
     ) -> adapters_pb2.AdaptersResponse:
-        self._check_operator(context)
+        self._check_operator(context, "change which adapters are served")
         members = self._members(self._model_of(request.model))
         asked = adapters_pb2.UnloadAdapterRequest(name=request.name, wait_ms=request.wait_ms)
         limit_s = request.wait_ms / 1000 + MARGIN_S
@@ -79,14 +79,15 @@ class RouterAdapterService(adapters_pb2_grpc.AdaptersServicer):
         return await self._changed([*answers, *rest])
 
     async def List(self, request: adapters_pb2.ListAdaptersRequest, context: Context) -> adapters_pb2.AdaptersResponse:
+        self._check_operator(context, "see which worker serves which adapters")
         names = [self._model_of(request.model)] if request.model else list(self._pool.models())
         members = [member for name in names for member in self._pool.ready(name)]
         answers = await self._ask(members, "List", adapters_pb2.ListAdaptersRequest(), MARGIN_S)
         return _response(answers)
 
-    def _check_operator(self, context: Context) -> None:
+    def _check_operator(self, context: Context, what: str) -> None:
         tenant = self._authenticator.tenant(credentials(context.invocation_metadata()))
-        check_operator(self._settings, tenant, "change which adapters are served")
+        check_operator(self._settings, tenant, what)
 
     def _members(self, model: str) -> tuple[Member, ...]:
         members = self._pool.ready(model)

@@ -98,7 +98,7 @@ class Router:
         self.operators = OperatorDoor(settings, self.authenticator)
         name = describe_url(settings.registry.url)
         self.ui = UiPages(self.pool, self.orchestrator, self.recent, settings, name, self.operators)
-        api = OpenAiApi(self.intake, self.orchestrator, self.pool, settings, self.authenticator)
+        api = OpenAiApi(self.intake, self.orchestrator, self.pool, settings, self.authenticator, self.operators)
         limits = HttpLimits(settings.http_connections, settings.http_header_s)
         tls = _http_tls(settings)
         self.http = HttpServer(
@@ -125,6 +125,7 @@ class Router:
         self.traces.open()
         try:
             await self.pool.start()
+            self.bundles.prepare(self.pool.members())
             if self.sharing is not None:
                 self.sharing.start()
             if self.quota_sharing is not None:
@@ -175,6 +176,7 @@ class Router:
 
     async def _on_snapshot(self, addresses: Collection[str]) -> None:
         await self.channels.keep_only(addresses)
+        self.bundles.prepare(self.pool.members())
         if self.grpc.address:
             await self._report_ready()
 
@@ -190,7 +192,7 @@ class Router:
 
     def _share_quotas(self) -> QuotaShare | None:
         """None: no other router could be told, or there is nothing to tell."""
-        if not isinstance(self.registry, RedisRegistry) or not self.quotas.limited:
+        if not isinstance(self.registry, RedisRegistry) or not self.quotas.counted:
             return None
         return QuotaShare(self.quotas, self.registry.latest(), self.settings.share_s)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import grpc
 
 from pdserve.errors import PermissionDenied, Unauthenticated, shown
+from pdserve.rpc.tls import MAY_CALL, OPERATOR
 from pdserve.telemetry.counting import Refusals
 from router.settings import RouterSettings
 from router.tenants import digest_of, known_keys
@@ -58,20 +59,39 @@ class Authenticator:
         return found[0]
 
 
-def is_operator(settings: RouterSettings, tenant: str) -> bool:
-    """Without tenants everyone is."""
-    return not settings.tenants or tenant in settings.operators
+def shows_operator(settings: RouterSettings, names: Collection[str]) -> bool:
+    """Whether a certificate with these DNS names is of a role that may call the Operator service."""
+    roles = MAY_CALL["pdserve.v1.Operator"]
+    return not {f"{role}.{settings.rpc.tls.deployment}" for role in roles}.isdisjoint(names)
 
 
-def check_operator(settings: RouterSettings, tenant: str, what: str) -> None:
-    """Raises PermissionDenied for a tenant who may not do `what`."""
-    if not is_operator(settings, tenant):
+def is_operator(settings: RouterSettings, tenant: str, names: Collection[str] = ()) -> bool:
+    """By its tenant's key, or by its certificate. Without tenants everyone is one, but for whoever shows a certificate
+    of another role.
+    """
+    if shows_operator(settings, names):
+        return True
+    return tenant in settings.operators if settings.tenants else not names
+
+
+def check_operator(settings: RouterSettings, tenant: str, what: str, names: Collection[str] = ()) -> None:
+    """Raises PermissionDenied for somebody who may not do `what`."""
+    if is_operator(settings, tenant, names):
+        return
+    if not settings.tenants:
+        wanted = f"{OPERATOR}.{settings.rpc.tls.deployment}"
         raise PermissionDenied(
-            f"tenant {shown(tenant)} may not {what}",
-            reason="NOT_OPERATOR",
-            field="router.operators",
-            remedy="use a key of a tenant that router.operators names",
+            "the certificate is not an operator's",
+            reason="ROLE",
+            field="certificate",
+            remedy=f"use a certificate for {wanted}",
         )
+    raise PermissionDenied(
+        f"tenant {shown(tenant)} may not {what}",
+        reason="NOT_OPERATOR",
+        field="router.operators",
+        remedy="use a key of a tenant that router.operators names",
+    )
 
 
 class Doorkeeper(grpc.aio.ServerInterceptor):
@@ -95,6 +115,12 @@ class Doorkeeper(grpc.aio.ServerInterceptor):
             self._authenticator.refusals.count(error)
             return _refusing(handler, error)
         return handler
+
+
+def certificate_names(context: Any) -> frozenset[str]:
+    """DNS names of the certificate that a gRPC caller has shown and TLS has verified; without TLS none."""
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return frozenset(name.decode(errors="replace") for name in names)
 
 
 def credentials(metadata: Any) -> tuple[str, ...]:

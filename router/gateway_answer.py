@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pdserve.rpc.convert import (
@@ -52,10 +52,18 @@ class GatewayAnswer:
     Args:
         tools: what the model was offered to call, if calls are to be read.
         echoes: each prompt's text if it is to come before the output, or nothing.
+        read: the fields that were, see later_fields.
     """
 
-    def __init__(self, requests: Sequence[Request], tools: ToolUse | None, echoes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tools: ToolUse | None,
+        echoes: Sequence[str] = (),
+        read: Iterable[str] = (),
+    ) -> None:
         self._requests = requests
+        self._read = tuple(sorted(read))
         self._echoes = dict(enumerate(echoes))
         self._delivered = 0
         self._readings = (
@@ -79,7 +87,9 @@ class GatewayAnswer:
         self, number: int, event: Accepted | TokenBatch | HandoffRecord | Finish
     ) -> Iterator[gateway_pb2.GenerateEvent]:
         if isinstance(event, Accepted):
-            yield gateway_pb2.GenerateEvent(accepted=accepted_to_proto(replace(event, prompt=number)))
+            yield gateway_pb2.GenerateEvent(
+                accepted=accepted_to_proto(replace(event, prompt=number, read_fields=self._read))
+            )
         elif isinstance(event, HandoffRecord):
             yield gateway_pb2.GenerateEvent(record=record_to_proto(event))
         else:

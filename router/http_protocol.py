@@ -4,7 +4,8 @@
        |                                                       |          `--> the next header, as above
        `- too late, too large, no HTTP: an error, closed       `- the rest of a body within `header_s`, too
 
-A connection beyond `connections` gets one answer, 503; beyond twice that it is dropped unheard.
+Before it, a TLS handshake has `header_s`, too (router.http_accept). router.http_crowd says who goes when more than
+`connections` are open.
 The time for a request's body, and for a stream that its client does not read, is the
 application's to bound (router.openai_http).
 """
@@ -12,7 +13,9 @@ application's to bound (router.openai_http).
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from pdserve.errors import DeadlineExceeded, Exhausted, InvalidRequest, PdserveError
+from router.http_crowd import Crowd
 from router.openai_render import dumps, error_body
 
 MAX_HEADER_BYTES = 64 * 1024  # request line and headers
@@ -33,17 +37,17 @@ class HttpLimits:
     """Open at a time."""
 
     header_s: float
-    """From the connection, or the first byte of a later request, to the end of its header."""
+    """From the connection, or the first byte of a later request, to the end of its header; for TLS before it, too."""
 
     keep_alive_s: float = 5.0
     """Without a request after an answer."""
 
 
-def bounded(limits: HttpLimits) -> Callable[..., asyncio.Protocol]:
+def bounded(limits: HttpLimits, crowd: Crowd) -> Callable[..., BoundedProtocol]:
     """What uvicorn calls for every connection; it passes keyword arguments that are its own business."""
 
-    def protocol(**given: Any) -> asyncio.Protocol:
-        return BoundedProtocol(limits, **given)
+    def protocol(**given: Any) -> BoundedProtocol:
+        return BoundedProtocol(limits, crowd, **given)
 
     return protocol
 
@@ -51,30 +55,58 @@ def bounded(limits: HttpLimits) -> Callable[..., asyncio.Protocol]:
 class BoundedProtocol(H11Protocol):
     """See the module's docstring."""
 
-    def __init__(self, limits: HttpLimits, **given: Any) -> None:
+    def __init__(self, limits: HttpLimits, crowd: Crowd, **given: Any) -> None:
         super().__init__(**given)
         self._limits = limits
+        self._crowd = crowd
+        self._accepted: socket.socket | None = None  # while TLS is not agreed
+        self._has_place: bool | None = None  # None: it has not come yet
         self._header_timer: asyncio.TimerHandle | None = None
         self.app = _checked(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        count = len(self.connections)
-        if count > 2 * self._limits.connections:
-            transport.abort()
-        elif count > self._limits.connections:
-            self.app = _full(count)  # whatever it asks
+        self._accepted = None
+        if self._has_place is None:
+            self.come()
+        if not self._has_place:
+            self.app = _full(self._limits.connections)  # whatever it asks
         elif names := _certificate_names(transport):
             self.app = _named(self.app, names)
         self._watch()
 
+    def come(self, accepted: socket.socket | None = None) -> None:
+        """Joins the crowd; before there is a transport, where TLS comes first, with the `accepted` socket."""
+        self._accepted = accepted
+        self._has_place = self._crowd.come(self)
+
+    def left(self) -> None:
+        """It has gone before there was a transport."""
+        self._crowd.leave(self)
+
+    def drop(self) -> None:
+        if self._accepted is None:
+            self.transport.abort()
+        else:
+            with suppress(OSError):
+                self._accepted.shutdown(socket.SHUT_RDWR)  # which ends the handshake
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watching()
+        self._crowd.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._crowd.work(self)
+
+    def on_response_complete(self) -> None:
+        self._crowd.wait(self)
+        super().on_response_complete()  # which may take up a request that has come meanwhile
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._crowd.work(self)
 
     def send_400_response(self, msg: str) -> None:
         """For what is no HTTP, or a header beyond MAX_HEADER_BYTES."""
@@ -168,7 +200,7 @@ def _named(app: ASGIApp, names: frozenset[str]) -> ASGIApp:
 
 def _full(count: int) -> ASGIApp:
     error = Exhausted(
-        f"{count} connections are open",
+        f"{count} requests are in work",
         reason="TOO_MANY_CONNECTIONS",
         field="router.max_active",
         remedy="send the request again later, and keep fewer connections open",

@@ -13,7 +13,9 @@ from starlette.types import ASGIApp
 
 from pdserve.errors import ConfigError, Internal
 from pdserve.rpc.settings import RpcSettings, check_plaintext, join_address
-from router.http_protocol import MAX_HEADER_BYTES, HttpLimits, bounded
+from router.http_accept import TlsAccept
+from router.http_crowd import Crowd
+from router.http_protocol import MAX_HEADER_BYTES, BoundedProtocol, HttpLimits, bounded
 
 
 class HttpServer:
@@ -32,9 +34,12 @@ class HttpServer:
         check_plaintext(host, rpc)
         self._host = host
         self._port = port
+        self._crowd = Crowd(limits.connections)
+        self._http = bounded(limits, self._crowd)
+        self._accept = TlsAccept(tls, limits) if tls else None
         config = uvicorn.Config(
             app,
-            http=bounded(limits),  # type: ignore[arg-type]  # a function that makes a protocol does what its class does
+            http=self._http,  # type: ignore[arg-type]  # a function that makes a protocol does what its class does
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # seconds, whole or not
             log_config=None,
@@ -43,8 +48,8 @@ class HttpServer:
             lifespan="off",
             ws="none",
             server_header=False,
-            ssl_context_factory=(lambda config, default: tls) if tls else None,
         )
+        self._config = config
         self._server = _Embedded(config)
         self._task: asyncio.Task[None] | None = None
         self.address = ""
@@ -53,7 +58,8 @@ class HttpServer:
         """Binds and serves; returns "host:port" with the real port. Raises ConfigError if it cannot bind."""
         listener = self._bind()
         self.address = join_address(self._host, listener.getsockname()[1])
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http-server")
+        plain = [] if self._accept else [listener]  # listeners that uvicorn accepts from by itself
+        self._task = asyncio.create_task(self._server.serve(sockets=plain), name="http-server")
         started = asyncio.create_task(self._server.up.wait())
         await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
@@ -61,6 +67,8 @@ class HttpServer:
             listener.close()
             await self._task
             raise Internal("the HTTP server ended as it started")
+        if self._accept is not None:
+            self._accept.start(listener, self._connection)
         return self.address
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -68,14 +76,20 @@ class HttpServer:
         task, self._task = self._task, None
         if task is None:
             return
+        if self._accept is not None:
+            self._accept.stop()
         self._server.should_exit = True
         await asyncio.wait({task}, timeout=grace_s)
         self._server.force_exit = True
-        # Requests that are left end by themselves once they see their clients gone.
-        for connection in tuple(self._server.server_state.connections):
-            connection.transport.abort()
+        self._crowd.drop_all()  # requests that are left end by themselves once they see their clients gone
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await task
+        if self._accept is not None:
+            await self._accept.ended()
+
+    def _connection(self) -> BoundedProtocol:
+        """As uvicorn makes one."""
+        return self._http(config=self._config, server_state=self._server.server_state, app_state={})
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET

@@ -186,14 +186,15 @@ class Intake:
         return {name: it for name, it in served.items() if self._quotas.may_use(tenant, *split_name(name, it[0]))}
 
     async def text_of(self, name: str, tenant: str) -> tuple[Tokenizer, Room]:
-        """The tokenizer that requests for this model are read with, and the room they have.
+        """The tokenizer that requests for this model are read with, and the room they have; counts as a look.
 
-        Raises NotFound, PermissionDenied, Unavailable or Incompatible as `take` does, and InvalidRequest for a model
-        without tokenizer.
+        Raises NotFound, PermissionDenied, Exhausted, Unavailable or Incompatible as `take` does, and InvalidRequest for
+        a model without tokenizer.
         """
         asked = named(self._pool, name, "")
         model = self.model(asked.model)
         self._quotas.check_model(tenant, model, asked.adapter)
+        self._quotas.look(tenant)
         ready, verdict = self._pool.ready(model), self._pool.verdict(model)
         matches = next(by_contract(verdict), ())
         if not matches:

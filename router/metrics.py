@@ -13,10 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pdserve import __version__
-from pdserve.registry.pool_metrics import CERTIFICATE_ENDS
 from pdserve.registry.records import DECODE, PREFILL, READY
 from pdserve.registry.wire import STATES
-from pdserve.rpc.self_report import GRPC, HTTP, certificate
+from pdserve.rpc.self_report import CERTIFICATE_ENDS, GRPC, HTTP, certificate
 from pdserve.telemetry.counting import Counts, Histogram, Labels
 from pdserve.telemetry.exporter import PATH, MetricsPage
 from pdserve.telemetry.metrics import Families

@@ -43,6 +43,7 @@ from router.openai_render import BODY_TOO_LARGE, Json, dumps, error_body, error_
 from router.openai_schema import DetokenizeBody, TokenizeBody, parse_chat, parse_completion
 from router.openai_stream import EventStreamResponse, chunks, following, while_connected
 from router.openai_text import TextAnswer, echo_of
+from router.operator_pages import OperatorDoor
 from router.orchestrate import Orchestrator
 from router.pool import Pool
 from router.request import Ask
@@ -67,7 +68,9 @@ class OpenAiApi:
         pool: Pool,
         settings: RouterSettings,
         authenticator: Authenticator,
+        operators: OperatorDoor,
     ) -> None:
+        self._operators = operators
         self._intake = intake
         self._orchestrator = orchestrator
         self._pool = pool
@@ -174,7 +177,9 @@ class OpenAiApi:
         return reply(200, {"status": "ok"})
 
     async def readyz(self, http: Request) -> Response:
-        """Ready when at least one pair of workers fits; otherwise each model's reasons."""
+        """Ready when at least one pair of workers fits; operators are told of which models, and what does not fit."""
+        if not self._operators.opens(http):
+            return reply(200 if self._pool.can_serve else 503, {"ready": self._pool.can_serve})
         verdicts = {name: self._pool.verdict(name) for name in self._pool.models()}
         ready = [name for name, verdict in verdicts.items() if verdict.matches]
         notes = {name: list(verdict.notes) for name, verdict in verdicts.items()}

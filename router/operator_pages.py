@@ -1,8 +1,9 @@
-"""Who may see operators' pages: /ui with its data, and /metrics. They tell of all tenants, though never a text.
+"""Who may see operators' pages: /ui with its data, /metrics, and why /readyz says no. They tell of all tenants, though
+never a text.
 
     no `router.tenants`   whoever reaches the port, as with adapters
     with tenants          a key of a tenant in `router.operators`
-    either                a verified client certificate of role operator; one of another role alone is not enough
+    either                a verified client certificate of role operator (or router); one of another role is not enough
 
 Whoever else asks gets the error that the rest of the HTTP API would give, before any data is looked at.
 """
@@ -14,9 +15,8 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.errors import PermissionDenied
-from pdserve.rpc.tls import OPERATOR
-from router.auth import HEADER, Authenticator, check_operator
+from pdserve.errors import PermissionDenied, Unauthenticated
+from router.auth import HEADER, Authenticator, check_operator, shows_operator
 from router.http_protocol import CERTIFICATE_NAMES
 from router.settings import RouterSettings
 
@@ -29,22 +29,21 @@ class OperatorDoor:
     def __init__(self, settings: RouterSettings, authenticator: Authenticator) -> None:
         self._settings = settings
         self._authenticator = authenticator
-        self._operator = f"{OPERATOR}.{settings.rpc.tls.deployment}"
 
     def check(self, http: Request) -> None:
         """Raises Unauthenticated (401) without a good key, PermissionDenied (403) for somebody who is no operator."""
         names: frozenset[str] = http.scope.get(CERTIFICATE_NAMES, frozenset())
-        if self._operator in names:
-            return
-        tenant = self._authenticator.tenant(http.headers.getlist(HEADER))
-        check_operator(self._settings, tenant, "see this router's pages")
-        if names and not self._settings.tenants:
-            raise PermissionDenied(
-                "the certificate is not an operator's",
-                reason="ROLE",
-                field="certificate",
-                remedy=f"use a certificate for {self._operator}",
-            )
+        if not shows_operator(self._settings, names):
+            tenant = self._authenticator.tenant(http.headers.getlist(HEADER))
+            check_operator(self._settings, tenant, "see this router's pages", names)
+
+    def opens(self, http: Request) -> bool:
+        """Whether `check` would let this caller in."""
+        try:
+            self.check(http)
+        except (Unauthenticated, PermissionDenied):
+            return False
+        return True
 
     def only(self, serve: Handler, *, everyone: bool = False) -> Handler:
         """The handler behind this door. `everyone`: an operator has opened this page to whoever reaches the port."""

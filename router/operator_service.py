@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 
 from pdserve.errors import PdserveError, Refused
-from pdserve.registry.probe import limit_of, timed_snapshot
 from pdserve.registry.records import Registry
+from pdserve.registry.timed import timed_snapshot
 from pdserve.rpc.convert import attempt_to_proto
-from pdserve.rpc.deadline import remaining_s
+from pdserve.rpc.deadline import limit_of, remaining_s
 from pdserve.rpc.self_report import GRPC, HTTP, certificate, clock_ms, part_report
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import to_detail

@@ -166,7 +166,7 @@ class Orchestrator:
             contract = account.request.contract_digest
             pair = self._planner.choose(account)
             if not account.attempts:
-                self._overload.check(account.request, pair)
+                self._overload.admit(account.request, pair)
             if account.request.contract_digest != contract:
                 await backlog.put(Moved(account.request.contract_digest))
             account.attempt(pair)

@@ -41,7 +41,7 @@ class PrefixRecord:
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._seen: OrderedDict[bytes, OrderedDict[bytes, None]] = OrderedDict()
-        self._news: deque[Sent] = deque(maxlen=_MAX_NEWS)
+        self._news: deque[Sent] | None = None
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -51,7 +51,8 @@ class PrefixRecord:
         sent = Sent(tuple(link[:KEY_BYTES] for link in links), tuple(dict.fromkeys(incarnations)))
         if sent.keys:
             self.learn(sent)
-            self._news.append(sent)
+            if self._news is not None:
+                self._news.append(sent)
 
     def learn(self, sent: Sent) -> None:
         """Later blocks are forgotten before earlier ones."""
@@ -65,6 +66,10 @@ class PrefixRecord:
             self._seen.move_to_end(key)
         while len(self._seen) > self._max_blocks:
             self._seen.popitem(last=False)
+
+    def share(self) -> None:
+        """From now on there are `news`, which a router without others would only keep."""
+        self._news = deque(maxlen=_MAX_NEWS)
 
     def news(self) -> Iterable[Sent]:
         """What was recorded here since the last call, oldest first; takes it. Of too much the oldest is gone."""

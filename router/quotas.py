@@ -28,9 +28,10 @@ from router.request import Request
 from router.tenants import Tenant
 
 SHARE = 3
+LOOKS = 10  # questions that no worker answers, such as /tokenize, that count as one request
 REMEMBER_S = 10.0  # how long another router's requests in flight count without news from it
 FORGET_S = 600.0  # how long its sums are kept: a Redis that lost them is told them again
-MAX_OTHERS = 1024
+MAX_OTHERS = 1024  # notes
 
 
 @dataclass
@@ -50,6 +51,7 @@ class _Account:
     running: int = 0
     begun: int = 0  # requests, since this router started
     used: int = 0  # tokens
+    looks: int = 0
 
     def count(self, requests: int, tokens: int) -> None:
         self.begun += requests
@@ -79,7 +81,7 @@ class _Account:
 
 @dataclass(frozen=True)
 class _Other:
-    """Another router."""
+    """Another router, or those of its tenants that one of its notes is of."""
 
     heard: float  # on this router's clock, when it was last read
     until: float  # so long its requests in flight count
@@ -102,9 +104,9 @@ class Quotas:
         self._others: dict[bytes, _Other] = {}
 
     @property
-    def limited(self) -> bool:
-        """Whether there is anything to count together with other routers."""
-        return any(account.tenant.limited for account in self._accounts.values())
+    def counted(self) -> tuple[str, ...]:
+        """Tenants of whom there is anything to count together with other routers."""
+        return tuple(name for name, account in self._accounts.items() if account.tenant.limited)
 
     def may_use(self, tenant: str, model: str, adapter: str) -> bool:
         account = self._accounts.get(tenant)
@@ -142,6 +144,16 @@ class Quotas:
         finally:
             account.running -= 1
             account.count(0, min(0, run.output_tokens - output))
+
+    def look(self, tenant: str) -> None:
+        """Counts a question that only this router works for. Raises Exhausted (TENANT_REQUESTS) with a time to wait."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            return
+        _check_rate(account.requests, 1, "requests")
+        account.looks += 1
+        if account.looks % LOOKS == 0:
+            account.count(1, 0)
 
     def check_together(self, requests: Sequence[Request]) -> None:
         """For the prompts of one call: raises Exhausted, as `running` would, where they would not all be taken now.
@@ -198,18 +210,16 @@ class Quotas:
                 remedy="lower max_tokens, or send a shorter prompt",
                 retryable=False,
             )
-        for bucket, amount, what in ((account.requests, count, "requests"), (account.tokens, tokens, "tokens")):
-            if bucket is not None and (wait_s := bucket.wait_s(amount)):
-                limit = f"{bucket.per_minute} {what} per minute"
-                raise _exhausted(f"TENANT_{what.upper()}", f"this key has {limit}", f"{what}_per_minute", wait_s)
+        _check_rate(account.requests, count, "requests")
+        _check_rate(account.tokens, tokens, "tokens")
         everywhere = account.running + self._elsewhere(tenant.name)
         if tenant.concurrent and everywhere + count > tenant.concurrent:
-            problem = f"{everywhere} requests with this key are in flight, of {tenant.concurrent}"
+            problem = f"requests in flight with this key: {everywhere} of {tenant.concurrent}"
             raise _exhausted("TENANT_CONCURRENT", problem, "concurrent")
         free = self._places - sum(each.running for each in self._accounts.values())
         before = account.running + count - 1  # the last one's own, when it comes
         if len(self._accounts) > 1 and self._beyond_share(before, free - count + 1):
-            problem = f"the router is busy, and {account.running} requests of it are this key's"
+            problem = f"the router is busy, and this key has its part of it; requests in flight: {account.running}"
             raise _exhausted("TENANT_SHARE", problem, "router.max_active")
 
     @staticmethod
@@ -221,6 +231,12 @@ class Quotas:
         """Its requests in flight at other routers, of those that were heard of lately."""
         now = self._clock()
         return sum(other.running.get(tenant, 0) for other in self._others.values() if other.until > now)
+
+
+def _check_rate(bucket: Bucket | None, amount: int, what: str) -> None:
+    if bucket is not None and (wait_s := bucket.wait_s(amount)):
+        limit = f"{bucket.per_minute} {what} per minute"
+        raise _exhausted(f"TENANT_{what.upper()}", f"this key has {limit}", f"{what}_per_minute", wait_s)
 
 
 def _too_many(count: int, most: int, reason: str, limit: str) -> Exhausted:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.errors import Exhausted
-from pdserve.registry.records import CHOICES, GRAMMAR
+from pdserve.registry.records import CHOICES, GRAMMAR, SPECIAL_TOKENS
 from pdserve.request import SamplingParams
 from pdserve.tokenizer import Tokenizer
 from router.openai_tools import ToolUse
@@ -119,5 +119,9 @@ class Request:
 
 
 def needs(sampling: SamplingParams, n: int) -> frozenset[str]:
-    named = ((GRAMMAR, sampling.grammar is not None), (CHOICES, n > 1))
+    named = (
+        (GRAMMAR, sampling.grammar is not None),
+        (SPECIAL_TOKENS, not sampling.skip_special_tokens),
+        (CHOICES, n > 1),
+    )
     return frozenset(name for name, needed in named if needed)

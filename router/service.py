@@ -16,12 +16,13 @@ from pdserve.errors import Cancelled, PdserveError, Unavailable
 from pdserve.registry.records import DECODE, PREFILL
 from pdserve.registry.wire import status_to_proto
 from pdserve.rpc.convert import record_to_proto
+from pdserve.rpc.later_fields import later_fields
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import difference_to_proto, to_detail
 from pdserve.telemetry.context import values
 from pdserve.v1 import gateway_pb2, gateway_pb2_grpc
 from router.adapters import adapters_of
-from router.auth import Authenticator, credentials, is_operator
+from router.auth import Authenticator, certificate_names, credentials, is_operator
 from router.backlog import Moved
 from router.compatibility import compare, key, kinds
 from router.door import answer_headers, come_in
@@ -80,7 +81,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             requests = await self._intake.take_all(asks, tenant)
         # Token ids become text again, which takes long for many of them.
         echoes = await asyncio.to_thread(lambda: list(map(echo_of, asks, requests))) if message.echo else ()
-        answer = GatewayAnswer(requests, asks[0].tools, echoes)
+        answer = GatewayAnswer(requests, asks[0].tools, echoes, later_fields(message))
         async with aclosing(merged([self._orchestrator.generate(request) for request in requests])) as events:
             while True:
                 try:
@@ -107,6 +108,8 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
 
     async def Status(self, message: gateway_pb2.StatusRequest, context: Context) -> gateway_pb2.StatusResponse:
         tenant = self._authenticator.tenant(credentials(context.invocation_metadata()))
+        if not is_operator(self._settings, tenant, certificate_names(context)):
+            return self._reduced_status(tenant, self._recent_to_proto(message.recent, tenant))
         members = self._pool.members()
         now = asyncio.get_running_loop().time()
         return gateway_pb2.StatusResponse(
@@ -120,11 +123,30 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             active_requests=self._orchestrator.active,
             version=__version__,
             placement=placement_to_proto(self._orchestrator.outcomes),
-            recent=self._recent_to_proto(message.recent, tenant),
+            recent=self._recent_to_proto(message.recent),
         )
 
-    def _recent_to_proto(self, count: int, tenant: str) -> list[gateway_pb2.RecentRequest]:
-        only = "" if is_operator(self._settings, tenant) else tenant
+    def _reduced_status(self, tenant: str, recent: Sequence[gateway_pb2.RecentRequest]) -> gateway_pb2.StatusResponse:
+        """What a caller needs who is no operator: whether workers of its models are ready, and fit."""
+        models = {base or name for name, (base, _) in self._intake.names(tenant).items()}
+        members = tuple(member for member in self._pool.members() if member.record.model in models)
+        records = [member.record for member in members]
+        return gateway_pb2.StatusResponse(
+            workers=[
+                gateway_pb2.WorkerStatus(worker_id=r.worker_id, role=r.role, state=r.state, model=r.model)
+                for r in records
+            ],
+            pairs=[
+                gateway_pb2.Pair(prefill_worker=p.prefill_worker, decode_worker=p.decode_worker, fits=p.fits)
+                for p in pairs_to_proto(self._pool, members)
+            ],
+            version=__version__,
+            recent=recent,
+            reduced=True,
+        )
+
+    def _recent_to_proto(self, count: int, only: str = "") -> list[gateway_pb2.RecentRequest]:
+        """The last ones; `only`: of this tenant."""
         told, size = [], 0
         for seen in self._recent.latest(min(count, KEPT), only):
             told.append(seen_to_proto(seen))

@@ -76,8 +76,8 @@ class RouterSettings:
     a key."""
 
     operators: tuple[str, ...] = ()
-    """Tenants who may load and unload adapters through this router, and see its pages (/ui, /metrics). Without
-    `tenants`, whoever reaches it may, adapters as far as the workers' adapter_root lets them."""
+    """Tenants who may load and unload adapters through this router, and see its workers (status) and pages (/ui,
+    /metrics). Without `tenants`, whoever reaches it may, adapters as far as the workers' adapter_root lets them."""
 
     metrics_open: bool = False
     """Whoever reaches the HTTP port may read /metrics, without a key or certificate of an operator's: for a Prometheus
@@ -124,7 +124,8 @@ class RouterSettings:
     Keep it below the decode workers' reader_s (30), or they end the answer first, as SLOW_READER."""
 
     http_header_s: float = 10.0
-    """An HTTP connection that has not sent the whole header of a request by then is closed."""
+    """An HTTP connection that has not sent the whole header of a request by then is closed; a TLS handshake before
+    it has as long."""
 
     settle_s: float = 1.0
     """How long a finished answer waits for the prefill worker's own numbers."""

@@ -32,6 +32,7 @@ class PrefixShare(Sharing):
         super().__init__(share_s)
         self._record = record
         self._board = board
+        record.share()
 
     async def tell_and_learn(self) -> None:
         for note in await self._board.exchange(note_of(self._record.news())):

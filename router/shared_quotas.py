@@ -6,16 +6,20 @@
 Together n routers admit at most the limit, and (n - 1) times what of the limit comes to each between two exchanges:
 as many limits as there are routers, when all of it comes to all of them in that time. What they admitted too much is
 owed, and waited out. Without the Redis each router goes by what it sees itself: n limits.
+
+However many tenants there are, all that use something are told of: a router with more than one note holds says several,
+and each of them is to the others what a router's is, as a tenant is always in the same one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 from pdserve.errors import InvalidRequest
-from pdserve.registry.quota_notes import note_of, read_note
+from pdserve.registry.quota_notes import note_of, parts_of, read_note
 from pdserve.registry.redis_latest import LatestNote
 from router.quotas import Quotas
 from router.sharing import Sharing
@@ -26,7 +30,7 @@ log = logging.getLogger(__name__)
 class Latest(Protocol):
     dropped: int
 
-    async def exchange(self, note: bytes) -> tuple[LatestNote, ...]:
+    async def exchange(self, notes: Sequence[bytes]) -> tuple[LatestNote, ...]:
         """See RedisLatest."""
         ...
 
@@ -38,6 +42,7 @@ class QuotaShare(Sharing):
         super().__init__(share_s)
         self._quotas = quotas
         self._latest = latest
+        self._parts = parts_of(quotas.counted)
         self._unread = 0  # notes that could not be used, as often as they were read
         self._odd = False  # whether the last exchange met something that no router wrote
 
@@ -55,7 +60,9 @@ class QuotaShare(Sharing):
 
     async def tell_and_learn(self) -> None:
         before, problem = self.ignored, "an entry is none of a router's"
-        for note in await self._latest.exchange(note_of(self._quotas.told())):
+        told = self._quotas.told()
+        notes = [note_of({name: told[name] for name in part if name in told}) for part in self._parts]
+        for note in await self._latest.exchange(notes):
             try:
                 said = read_note(note.text)
             except InvalidRequest as error:

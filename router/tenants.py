@@ -28,6 +28,7 @@ from pdserve.errors import ConfigError, shown
 
 MIN_KEY = 16  # characters: a shorter secret can be guessed
 MAX_KEY = 512
+MAX_NAME = 256
 DIGEST = "sha256:"  # begins what stands for a key
 _WORDS = ("name", "keys_env", "keys_file")
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
@@ -89,12 +90,16 @@ def digest_of(key: str) -> bytes:
 
 
 def check_tenants(tenants: Sequence[Tenant]) -> None:
-    """Raises ConfigError for a tenant without a name or a source of keys, or with another's name."""
+    """Raises ConfigError for a tenant without a name or a source of keys, with another's name or too long a one."""
     names: set[str] = set()
     for number, tenant in enumerate(tenants):
         where = f"router.tenants[{number}]"
         if not tenant.name:
             raise ConfigError("it has no name", field=f"{where}.name", remedy="give it one")
+        if len(tenant.name) > MAX_NAME:
+            raise ConfigError(
+                "its name is too long", field=f"{where}.name", remedy=f"use at most {MAX_NAME} characters"
+            )
         if tenant.name in names:
             raise ConfigError(
                 f"there is another tenant {shown(tenant.name)}", field=f"{where}.name", remedy="use each name once"

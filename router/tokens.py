@@ -1,8 +1,9 @@
 """Tokenizers by digest: fetched from a worker that has it, verified, and kept.
 
 The cache is bounded (least recently used goes first); concurrent requests for one digest
-share one fetch. Building a tokenizer and encoding long texts run off the event loop, and a text
-that cannot fit is refused before it is encoded.
+share one fetch. What the pool's models need is fetched when the router learns of them, as far as
+there is room, so that their first requests need not wait for it. Building a tokenizer and encoding
+long texts run off the event loop, and a text that cannot fit is refused before it is encoded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from pdserve.errors import DataLoss, InvalidRequest, NotFound, PdserveError, Unavailable, shown
+from pdserve.registry.records import READY
 from pdserve.tokenizer import Bundle, Tokenizer
 from router.channels import WorkerChannels
 from router.gate import Member
@@ -34,6 +36,7 @@ class BundleCache:
         self._timeout_s = timeout_s
         self._kept: OrderedDict[bytes, Tokenizer] = OrderedDict()
         self._fetching: dict[bytes, asyncio.Task[Tokenizer]] = {}
+        self._in_pool: set[bytes] = set()  # digests of the ready workers, when they were looked at last
 
     async def get(self, digest: bytes, holders: Sequence[Member]) -> Tokenizer:
         """The tokenizer with this digest; asks `holders` in turn when it is not here.
@@ -43,13 +46,16 @@ class BundleCache:
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return self._kept[digest]
-        task = self._fetching.get(digest)
-        if task is None:
-            task = asyncio.create_task(self._fetch(digest, holders), name="fetch-bundle")
-            self._fetching[digest] = task
-            task.add_done_callback(lambda done: self._fetched(digest, done))
+        task = self._fetching.get(digest) or self._begin(digest, holders)
         # Shielded: one caller that goes away must not take the fetch from the others.
         return await asyncio.shield(task)
+
+    def prepare(self, members: Sequence[Member]) -> None:
+        """Begins to fetch what is new among the ready workers and fits beside what is kept; once, even if it fails."""
+        known = {m.record.contract.tokenizer_digest for m in members if m.record.state == READY} - {b""}
+        new, self._in_pool = known - self._in_pool - self._kept.keys() - self._fetching.keys(), known
+        for digest in sorted(new)[: max(0, self._limit - len(self._kept) - len(self._fetching))]:
+            self._begin(digest, holders(members, digest))
 
     async def close(self) -> None:
         """Cancels fetches in progress."""
@@ -57,6 +63,12 @@ class BundleCache:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, digest: bytes, holders: Sequence[Member]) -> asyncio.Task[Tokenizer]:
+        task = asyncio.create_task(self._fetch(digest, holders), name="fetch-bundle")
+        self._fetching[digest] = task
+        task.add_done_callback(lambda done: self._fetched(digest, done))
+        return task
 
     def _fetched(self, digest: bytes, task: asyncio.Task[Tokenizer]) -> None:
         del self._fetching[digest]

@@ -12,6 +12,7 @@ from pdserve.cli.template import SECTIONS, SHARED, field_docs, template
 from pdserve.config import DTYPES, Config, load_config, parse_config
 from pdserve.engine.ledger import ITEM_BYTES
 from pdserve.errors import ConfigError
+from pdserve.rpc.settings import TlsSettings
 
 
 def test_no_file_means_the_defaults() -> None:
@@ -48,6 +49,14 @@ def test_sections_reach_their_owners_and_overrides_win(tmp_path: Path) -> None:
     assert (config.prefill.name, config.decode.model) == ("m", "m.gguf")
     assert config.router.rpc.keepalive_s == config.prefill.rpc.keepalive_s == 3.5
     assert config.pools.prefill == 3
+
+
+def test_one_file_gives_each_part_the_certificate_of_its_role() -> None:
+    names = {"cert_file": "tls.crt", "key_file": "tls.key", "ca_file": "ca.crt"}
+    config = parse_config({"rpc": {"tls": {key: f"/etc/pdserve/{{role}}/{name}" for key, name in names.items()}}})
+    assert config.router.rpc.tls == config.router.http_tls == TlsSettings.of_folder(Path("/etc/pdserve/router"))
+    for pool in (config.prefill, config.decode):
+        assert pool.rpc.tls == TlsSettings.of_folder(Path("/etc/pdserve/worker"))
 
 
 @pytest.mark.parametrize(

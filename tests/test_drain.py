@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -15,6 +16,14 @@ from pdserve.drain import DrainDoor, drain_all, folder
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def killed_workers_door() -> Path:
+    path = folder() / "dead.drain"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+    return path
 
 
 async def test_every_worker_here_drains_before_the_command_returns() -> None:
@@ -31,7 +40,7 @@ async def test_every_worker_here_drains_before_the_command_returns() -> None:
         sys.executable, "-m", "pdserve.cli", "drain", "--timeout-s", "30", stdout=asyncio.subprocess.PIPE
     )
     told, _ = await command.communicate()
-    assert command.returncode == 0 and told.decode().strip() == "2 workers drained"
+    assert command.returncode == 0 and told.decode().strip() == "workers drained: 2"
     assert sorted(drained) == ["decode", "prefill"]
     for door in doors:
         await door.close()
@@ -47,11 +56,29 @@ async def test_a_worker_that_takes_too_long_is_said_and_one_that_died_is_not_wai
 
     slow = DrainDoor(hang)
     await slow.open()
-    (folder() / "dead.drain").touch()
+    dead = killed_workers_door()
     assert await drain_all(0.2) == (0, 1)
+    assert slow.path.exists() and not dead.exists()
     never.set()
     assert await drain_all(30.0) == (1, 0)
     await slow.close()
+
+
+async def test_what_a_killed_worker_leaves_goes_when_the_next_one_opens() -> None:
+    drained = asyncio.Event()
+
+    async def drain() -> None:
+        drained.set()
+
+    first, second = DrainDoor(drain), DrainDoor(drain)
+    await first.open()
+    dead = killed_workers_door()
+    await second.open()
+    assert sorted(folder().iterdir()) == sorted([first.path, second.path]) and not dead.exists()
+    assert not drained.is_set(), "looking whether somebody is there is no knock"
+    for door in (first, second):
+        await door.close()
+    assert not list(folder().iterdir())
 
 
 async def test_without_a_worker_there_is_nothing_to_drain() -> None:

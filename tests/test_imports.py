@@ -13,6 +13,7 @@ PACKAGES = ("pdserve", "cache_transfer", "prefill_worker", "decode_worker", "rou
 ANYONE = ("pdserve", "pdserve.errors", "pdserve.gguf_pairs", "pdserve.request")
 EVERYTHING = PACKAGES
 WORKER = (
+    "pdserve.worker",
     "pdserve.worker_main",
     "pdserve.engine",
     "pdserve.tokenizer",
@@ -77,6 +78,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "pdserve.telemetry",
         "pdserve.v1",
     ),
+    "pdserve.worker": (
+        "cache_transfer.contract",
+        "pdserve.registry",
+        "pdserve.rpc",
+        "pdserve.telemetry",
+        "pdserve.v1",
+    ),
     "pdserve.telemetry": (),
     "pdserve.client": ("pdserve.rpc", "pdserve.v1"),
     "pdserve.conformance": ("cache_transfer", "pdserve.rpc", "pdserve.v1"),
@@ -91,6 +99,7 @@ NEVER = {
     "pdserve.tokenizer": ("torch", "transformers"),
     "pdserve.rpc": ("torch",),
     "pdserve.registry": ("torch",),
+    "pdserve.worker": ("torch",),
     "pdserve.telemetry": ("torch",),
     "pdserve.client": ("torch",),
     "pdserve.cluster": ("torch",),
@@ -103,6 +112,8 @@ PROTOBUF_ALLOWED = (
     "pdserve.v1",
     "pdserve.rpc",
     "pdserve.registry",
+    "pdserve.worker.adapter_service",
+    "pdserve.worker.trace",
     "pdserve.client",
     "pdserve.conformance",
     "pdserve.cli",

@@ -96,7 +96,8 @@ function checkContract(c) {
   const check = (holds) => need(holds, "MALFORMED_CONTRACT");
   check(c.positions !== null && c.attention !== null);
   check(c.layers.length >= 1 && c.layers.length <= 4096 && c.info.size <= 256);
-  check(c.layers.reduce((sum, { planes }) => sum + planes.length, 0) <= 4096);
+  const planesInAll = c.layers.reduce((sum, { planes }) => sum + planes.length, 0);
+  check(planesInAll >= 1 && planesInAll <= 4096);
   check(c.model_digest.length === 32 && [0, 32].includes(c.tokenizer_digest.length));
   check([c.version, c.vocab_size, c.page_size].every((number) => number >= 1));
   for (const scheme of [c.positions, ...c.layer_positions]) {
@@ -112,7 +113,7 @@ function checkContract(c) {
   check([c.device, c.weight_dtype, c.activation_dtype, ...c.info.keys()].every(named));
   check([...c.info.values()].every((value) => length(value) <= 4096));
   for (const { planes } of c.layers) {
-    check(planes.length >= 1 && planes.length <= 16 && new Set(planes.map((p) => p.name)).size === planes.length);
+    check(planes.length <= 16 && new Set(planes.map((p) => p.name)).size === planes.length);
     check(planes.every((p) => named(p.name) && p.heads >= 1 && p.heads <= 65536));
     check(planes.every((p) => p.head_dim >= 1 && p.head_dim <= 2 ** 20));
   }

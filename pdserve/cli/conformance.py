@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from pdserve.cli.ask import Plaintext, TlsFolder, flags_named, rpc_settings
 from pdserve.cli.console import check_writable, out, write_file
 from pdserve.errors import ConfigError
-from pdserve.rpc.settings import RpcSettings
 
 if TYPE_CHECKING:
     from pdserve.conformance.cases import Result
@@ -28,11 +28,16 @@ def conformance(
     wait: Annotated[float, typer.Option(help="Seconds that a case may wait for the worker's own time limits.")] = 0.0,
     timeout: Annotated[float, typer.Option(help="Deadline of every call, in seconds.")] = 30.0,
     settle: Annotated[float, typer.Option(help="Seconds until pages must be back after a case.")] = 5.0,
-    plaintext: Annotated[bool, typer.Option(help="Allow an unencrypted connection beyond this machine.")] = False,
+    tls: TlsFolder = None,
+    worker_tls: Annotated[
+        Path | None, typer.Option(help="The same of a worker's certificate, which pushes need; default: that of --tls.")
+    ] = None,
+    plaintext: Plaintext = False,
 ) -> None:
     """Drive a decode worker with good and hostile handoffs; pass or fail by case.
 
-    Leaves nothing behind but cached prefixes of tenants that nobody else has.
+    It plays a router and a prefill worker, and with TLS needs the certificates of both: --tls FOLDER/router
+    --worker-tls FOLDER/worker. Leaves nothing behind but cached prefixes of tenants that nobody else has.
     Exit code 1: a case failed; 2: nothing could be tried.
     """
     # numpy and the transfer take a while to import; the other commands do not need them.
@@ -52,7 +57,9 @@ def conformance(
         check_writable(json_file, "--json")
     began = time.monotonic()
     limits = Limits(timeout_s=timeout, settle_s=settle, wait_s=wait)
-    results = run(endpoint, limits, cases, RpcSettings(allow_plaintext=plaintext), told=_show)
+    rpc, push_rpc = rpc_settings(tls, plaintext), rpc_settings(worker_tls or tls, plaintext)
+    with flags_named():
+        results = run(endpoint, limits, cases, rpc, push_rpc, told=_show)
     summary = _summary(endpoint, results, time.monotonic() - began)
     if json_file is not None:
         report = {**summary, "cases": [asdict(result) for result in results]}

@@ -19,7 +19,7 @@ def drain(
     drained, late = asyncio.run(drain_all(timeout_s))
     if late:
         raise DeadlineExceeded(
-            f"{late} of {drained + late} workers have not drained within {timeout_s:g} s",
+            f"workers that have not drained within {timeout_s:g} s: {late} of {drained + late}",
             remedy="give more time with --timeout-s, more than their grace_s",
         )
-    out.print(f"{drained} workers drained")
+    out.print(f"workers drained: {drained}")

@@ -95,7 +95,9 @@ class PromptFlags:
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    max_tokens: Annotated[int | None, Option(help="Most output tokens; default: the server's own limit.")] = None
+    max_tokens: Annotated[
+        int | None, Option(help="Most output tokens; default: until the model ends, at most what the context leaves.")
+    ] = None
     min_tokens: Annotated[int, Option(help="No stop before this many output tokens.")] = 0
     temperature: Annotated[float | None, Option(help="0 is greedy. Default of this and what follows: the model's.")] = (
         None

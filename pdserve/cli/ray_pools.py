@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from pdserve.cli.ray_errors import pool_failure
 from pdserve.cli.resources import check_all, check_replicas
@@ -35,7 +36,7 @@ def attach(address: str) -> None:
     """Connects to a running cluster; "auto" is the one of this machine. Raises Unavailable."""
     # A cluster on loopback is reached there and nowhere else: Ray would take this machine's other address instead.
     local = LOCAL_RAY_ENVIRONMENT if is_loopback(address.rpartition(":")[0]) else {}
-    _set_environment(RAY_ENVIRONMENT | local)
+    _set_environment(RAY_ENVIRONMENT | local | _token())
     import ray
 
     try:
@@ -43,6 +44,12 @@ def attach(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _not_reached(error) from error
     _quiet()
+
+
+def _token() -> dict[str, str]:
+    """A cluster demands the token that its machine has; a client shows it only when it is told to."""
+    given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    return {"RAY_AUTH_MODE": "token"} if given or (Path.home() / ".ray" / "auth_token").exists() else {}
 
 
 def start_own(pools: PoolSettings, plan: Plan) -> None:

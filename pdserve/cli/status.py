@@ -17,6 +17,7 @@ from pdserve.errors import FieldDifference
 from router.compatibility import verdict
 
 INFORMATIONAL = "informational"  # differences that change no handoff
+NOT_OPERATOR = "addresses, contracts and load are shown to operators (router.operators, or an operator's certificate)"
 _WORDS = {"fits": "yes", "refused": "NO"}
 
 
@@ -38,7 +39,7 @@ def status(
     out.print(f"models {', '.join(sorted({w.model for w in found.workers})) or 'none'}")
     if names := sorted({f"{w.model}:{name}" for w in found.workers for name, _ in w.adapters if name}):
         out.print(f"adapters {', '.join(names)}", markup=False)
-    out.print(_workers(found.workers))
+    out.print(reduced_workers(found.workers) if found.reduced else _workers(found.workers))
     if pages := [f"{w.worker_id} {w.metrics}" for w in found.workers if w.metrics]:
         out.print(f"metrics {', '.join(pages)}", markup=False)
     if found.pairs:
@@ -46,6 +47,9 @@ def status(
     out.print(matrix(found.pairs))
     for line in reasons(found.pairs):
         out.print(line, markup=False)
+    if found.reduced:
+        out.print(f"pdserve {found.version}; {NOT_OPERATOR}", markup=False)
+        return
     out.print(placement_text(found.placement), markup=False)
     out.print(f"registry {found.registry}, {found.active_requests} active requests, pdserve {found.version}")
 
@@ -82,6 +86,14 @@ def _workers(workers: Iterable[Worker]) -> Table:
             str(load.waiting),
             f"{load.tokens_per_s:.0f}",
         )
+    return table
+
+
+def reduced_workers(workers: Iterable[Worker]) -> Table:
+    """What those are told of who are no operators."""
+    table = Table("worker", "pool", "state", "model", title="workers", title_justify="left", box=None, pad_edge=False)
+    for w in workers:
+        table.add_row(w.worker_id, w.role, w.state, w.model)
     return table
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pdserve.cli.ask import ApiKey, Plaintext, TlsFolder, flags_named, gateway_address, rpc_settings
 from pdserve.cli.console import out
-from pdserve.cli.status import placement_text
+from pdserve.cli.status import NOT_OPERATOR, placement_text, reduced_workers
 from pdserve.client import Client, RecentRequest, Status, Worker
 from pdserve.errors import Unavailable
 from router.recent import FAILED, REFUSED, RUNNING
@@ -72,7 +72,10 @@ def frame(status: Status, requests: int = 200, lost: str = "") -> RenderableType
     parts: list[RenderableType] = [Text(headline(status))]
     if problem := lost or status.registry_warning:
         parts.append(Text(problem, style="red"))
-    parts += [Text(placement_text(status.placement), style="dim"), Text(), _workers(status.workers), Text()]
+    if status.reduced:
+        parts += [Text(NOT_OPERATOR, style="dim"), Text(), reduced_workers(status.workers), Text()]
+    else:
+        parts += [Text(placement_text(status.placement), style="dim"), Text(), _workers(status.workers), Text()]
     parts.append(_requests(status.recent[:requests]) if status.recent else Text("no request yet", style="dim"))
     return Group(*parts)
 
@@ -81,12 +84,16 @@ def headline(status: Status) -> str:
     loads = {role: [w.load for w in status.workers if w.role == role] for role in ("prefill", "decode")}
     prompts, output = (sum(load.tokens_per_s for load in loads[role]) for role in ("prefill", "decode"))
     refused = sum(not pair.fits for pair in status.pairs)
+    more = f", refused: {refused} (pdserve status)" if refused else ""
+    pairs = f"pairs that fit: {len(status.pairs) - refused}{more}"
+    if status.reduced:
+        return f"pdserve {status.version}   {pairs}"
     told = [
         f"pdserve {status.version}",
         f"{status.active_requests} in flight",
         f"prompts {prompts:.0f} tok/s",
         f"output {output:.0f} tok/s",
-        f"{len(status.pairs) - refused} pairs fit" + (f", {refused} refused (pdserve status)" if refused else ""),
+        pairs,
         f"registry {status.registry}",
     ]
     return "   ".join(told)

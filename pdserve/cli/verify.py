@@ -12,9 +12,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.cli.ask import Plaintext, TlsFolder, rpc_settings
 from pdserve.cli.console import check_writable, fail, out, progress, write_file
 from pdserve.config import load_config
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.rpc.settings import RpcSettings
 from pdserve.verify.sides import Side, parse_side
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ def verify(
     config: Annotated[
         Path | None, Option(help="TOML file; its model, precision and pages hold for the baseline.")
     ] = None,
+    tls: TlsFolder = None,
+    plaintext: Plaintext = False,
 ) -> None:
     """Run the same prompts in two ways and compare them layer by layer.
 
@@ -53,7 +57,7 @@ def verify(
     pdserve verify ./model --against transformers     ours against the peer library
     pdserve verify ./model.gguf ./model-directory     two checkpoints of one model
     pdserve verify ./model bf16 kv:bf16,page:32       precisions and layouts
-    pdserve verify worker:127.0.0.1:7001 worker:127.0.0.1:7002
+    pdserve verify worker:127.0.0.1:7001 worker:127.0.0.1:7002      with TLS: --tls FOLDER of an operator
 
     \b
     A side is words joined by commas. What it does not say it takes over from the baseline.
@@ -70,8 +74,9 @@ def verify(
     """
     try:
         equal = _verify(
-            sides or [], against or [], prompt or [], token_ids or [], tokens, tolerance, every, as_json, config
-        )
+            sides or [], against or [], prompt or [], token_ids or [], tokens, tolerance, every, as_json, config,
+            rpc_settings(tls, plaintext) if tls or plaintext else None,
+        )  # fmt: skip
     except PdserveError as error:
         fail(error)
         raise typer.Exit(UNUSABLE) from None
@@ -88,7 +93,9 @@ def _verify(
     every: bool,
     as_json: Path | None,
     config: Path | None,
+    rpc: RpcSettings | None,
 ) -> bool:
+    """`rpc`: how workers are reached; None: as a router of this configuration."""
     if as_json is not None and str(as_json) != "-":
         check_writable(as_json, "--json")
     settings = load_config(config)
@@ -113,7 +120,7 @@ def _verify(
         ids=ids,
         tokens=tokens,
         tolerance=tolerance,
-        rpc=settings.prefill.rpc,
+        rpc=rpc or settings.router.rpc,
     )
     comparisons, prompts = verify([first, *others], request, progress)
     if as_json is None or str(as_json) != "-":

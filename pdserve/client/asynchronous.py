@@ -22,6 +22,7 @@ from pdserve.client.request import GenerateOptions, build, credentials, outputs_
 from pdserve.client.status import Model, Status, models_from_proto, status_from_proto
 from pdserve.errors import Cancelled, Refused
 from pdserve.rpc.channel import ChannelPool
+from pdserve.rpc.later_fields import later_fields
 from pdserve.rpc.settings import RpcSettings, check_plaintext, split_address
 from pdserve.rpc.tls import ROUTER
 from pdserve.v1 import adapters_pb2, gateway_pb2
@@ -55,10 +56,11 @@ class AsyncClient:
         Raises:
             InvalidRequest: before anything is sent, or from the server, naming the field.
             Unavailable: nothing listens at the address, or no worker can answer.
+            Refused: the router is older than this client, and would ignore an option that is given.
             PdserveError: whatever else the server reports, with its diff and remedy.
         """
         request, timeout_s = build(prompt, options)
-        reader = EventReader(outputs_of(request))
+        reader = EventReader(outputs_of(request), later_fields(request))
         call = self._stub().Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async with self._typed_errors(timeout_s):

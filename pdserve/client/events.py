@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from pdserve.client.request import unread
 from pdserve.errors import DataLoss, Unavailable
 from pdserve.rpc import convert
 from pdserve.rpc.events import (
@@ -98,19 +99,31 @@ class EventReader:
     """Turns one stream's messages into events: accepted, tokens*, record?, finish; several outputs mixed.
 
     Bytes become text here, across messages, so that no character is ever cut in two.
+
+    Args:
+        outputs: how many were asked for.
+        later: fields of the request that the router must say it has read.
     """
 
-    def __init__(self, outputs: int = 1) -> None:
+    def __init__(self, outputs: int = 1, later: frozenset[str] = frozenset()) -> None:
         self._outputs = [_Output() for _ in range(outputs)]
+        self._unread = later
         self._open = outputs  # that have not ended
 
     def read(self, message: gateway_pb2.GenerateEvent) -> tuple[Event, ...]:
-        """Usually one event. Raises the typed error of an error message; DataLoss when tokens are missing."""
+        """Usually one event. Raises the typed error of an error message; Refused for an option that the router does not
+        know, DataLoss when tokens are missing.
+        """
         kind = message.WhichOneof("event")
         if kind == "error":
             raise from_detail(message.error)
         if kind == "accepted":
-            return (convert.accepted_from_proto(message.accepted),)
+            accepted = convert.accepted_from_proto(message.accepted)
+            self._unread -= frozenset(accepted.read_fields)
+        if self._unread and kind in ("accepted", "tokens", "finish"):
+            raise unread(self._unread)
+        if kind == "accepted":
+            return (accepted,)
         if kind == "tokens":
             calls = tuple(map(convert.call_from_proto, message.tool_calls))
             return (self._read_tokens(convert.tokens_from_proto(message.tokens), calls),)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypedDict
 
-from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.errors import ConfigError, InvalidRequest, Refused
 from pdserve.request import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingParams, check_choices
 from pdserve.rpc.convert import sampling_to_proto
 from pdserve.v1 import gateway_pb2
@@ -49,7 +49,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
-    max_tokens: int
+    max_tokens: int  # default: until the model ends, at most what the context leaves
     min_tokens: int
     ignore_eos: bool
     logprobs: int
@@ -70,6 +70,14 @@ _CHAT_OPTIONS = (
     "continue_final_message",
     "chat_template_kwargs",
 )
+# Fields that have another name than the option that sets them.
+_OPTIONS = {
+    "several": "prompts",
+    "tool_function": "tool_choice",
+    "tool_mode": "tool_choice",
+    "tools_json": "tools",
+    "variables_json": "chat_template_kwargs",
+}
 SAMPLING_NAMES = frozenset({*(field.name for field in fields(SamplingParams)), *_GRAMMARS} - {"grammar"})
 
 
@@ -87,6 +95,18 @@ def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
 def outputs_of(request: gateway_pb2.GenerateRequest) -> int:
     """Choices that its answer has."""
     return request.n * (len(request.several.prompts) or 1)
+
+
+def unread(later: frozenset[str]) -> Refused:
+    """For fields of a request that its router did not read: what it answers would not be what was asked."""
+    way = min(later)
+    name = "messages" if way.startswith("chat.messages.") else way.rpartition(".")[2]
+    return Refused(
+        "the router does not know this option: it is of an older version",
+        reason="NOT_CAPABLE",
+        field=_OPTIONS.get(name, name),
+        remedy="update the router, or leave it out",
+    )
 
 
 def build(prompt: str | None, options: Mapping[str, Any]) -> tuple[gateway_pb2.GenerateRequest, float]:

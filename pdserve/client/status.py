@@ -133,6 +133,7 @@ class Status:
     version: str
     placement: Placement = Placement()
     recent: tuple[RecentRequest, ...] = ()  # as many as were asked for, newest first
+    reduced: bool = False  # this caller is no operator: see StatusResponse in the proto for what it is told
 
 
 _LOAD_FIELDS = tuple(field.name for field in fields(WorkerLoad))
@@ -167,6 +168,7 @@ def status_from_proto(message: gateway_pb2.StatusResponse) -> Status:
         version=message.version,
         placement=_placement(message.placement),
         recent=tuple(_recent(one) for one in message.recent),
+        reduced=message.reduced,
     )
 
 

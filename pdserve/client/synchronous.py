@@ -20,6 +20,7 @@ from pdserve.client.failures import typed_errors
 from pdserve.client.request import GenerateOptions, build, credentials, outputs_of
 from pdserve.client.status import Model, Status, models_from_proto, status_from_proto
 from pdserve.rpc.channel import sync_channel
+from pdserve.rpc.later_fields import later_fields
 from pdserve.rpc.settings import RpcSettings
 from pdserve.rpc.tls import ROUTER
 from pdserve.v1 import adapters_pb2, gateway_pb2
@@ -51,10 +52,11 @@ class Client:
         Raises:
             InvalidRequest: before anything is sent, or from the server, naming the field.
             Unavailable: nothing listens at the address, or no worker can answer.
+            Refused: the router is older than this client, and would ignore an option that is given.
             PdserveError: whatever else the server reports, with its diff and remedy.
         """
         request, timeout_s = build(prompt, options)
-        reader = EventReader(outputs_of(request))
+        reader = EventReader(outputs_of(request), later_fields(request))
         call = self._stub().Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             with typed_errors(self.address, timeout_s):

@@ -127,9 +127,14 @@ def _malformed_contracts() -> dict[str, Callable[[Any], None]]:
         "one window too many": lambda contract: contract.attention.sliding_window.extend(
             [0] * (len(contract.layers) + 1 - len(contract.attention.sliding_window))
         ),
-        "a plane twice": lambda contract: contract.layers[0].planes.append(contract.layers[0].planes[0]),
-        "a plane without heads": lambda contract: setattr(contract.layers[0].planes[0], "heads", 0),
-        "heads beyond the limit": lambda contract: setattr(contract.layers[0].planes[0], "heads", 2**32 - 1),
-        "a head beyond the limit": lambda contract: setattr(contract.layers[0].planes[0], "head_dim", 2**32 - 1),
+        "a plane twice": lambda contract: _layer(contract).planes.append(_layer(contract).planes[0]),
+        "a plane without heads": lambda contract: setattr(_layer(contract).planes[0], "heads", 0),
+        "heads beyond the limit": lambda contract: setattr(_layer(contract).planes[0], "heads", 2**32 - 1),
+        "a head beyond the limit": lambda contract: setattr(_layer(contract).planes[0], "head_dim", 2**32 - 1),
         "a name beyond the limit": put("device", "x" * 257),
     }
+
+
+def _layer(contract: Any) -> Any:
+    """The first layer that caches anything."""
+    return next(layer for layer in contract.layers if layer.planes)

@@ -192,12 +192,16 @@ class Peer:
     Args:
         address: of its Decode and Worker services.
         timeout_s: deadline of every call.
+        rpc: how a router connects.
+        push_rpc: how a prefill worker connects, whose certificate is another one; None: as `rpc`.
     """
 
-    def __init__(self, address: str, timeout_s: float, rpc: RpcSettings | None = None) -> None:
+    def __init__(
+        self, address: str, timeout_s: float, rpc: RpcSettings | None = None, push_rpc: RpcSettings | None = None
+    ) -> None:
         self.address = address
         self.timeout_s = timeout_s
-        self._rpc = rpc
+        self._push_rpc = push_rpc or rpc
         self._links = {address: sync_channel(address, rpc)}
         self.decode = decode_pb2_grpc.DecodeStub(self._links[address])
         self._worker = worker_pb2_grpc.WorkerStub(self._links[address])
@@ -226,7 +230,7 @@ class Peer:
         if not address:
             raise InvalidRequest("the ticket names no gRPC endpoint", reason="NO_ENDPOINT", field="ticket.endpoints")
         if address not in self._links:
-            self._links[address] = sync_channel(address, self._rpc, extra_options=_ANY_SIZE)
+            self._links[address] = sync_channel(address, self._push_rpc, extra_options=_ANY_SIZE)
         push = Push(self._links[address], timeout_s or self.timeout_s)
         try:
             yield push

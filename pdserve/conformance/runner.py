@@ -36,17 +36,19 @@ def run(
     limits: Limits | None = None,
     cases: Iterable[Case] | None = None,
     rpc: RpcSettings | None = None,
+    push_rpc: RpcSettings | None = None,
     told: Callable[[Result], None] = lambda _: None,
 ) -> list[Result]:
     """Runs cases against the worker at `address`, which must have no other work.
 
     Args:
+        rpc, push_rpc: see Peer.
         told: called with each result as it comes.
 
     Raises ConfigError when no decode worker answers there, and a PdserveError when it describes itself wrongly.
     """
     limits = limits or Limits()
-    peer = Peer(address, limits.timeout_s, rpc)
+    peer = Peer(address, limits.timeout_s, rpc, push_rpc)
     try:
         _check_decode_worker(peer)
         bench = Bench.connect(peer, limits)

@@ -48,11 +48,11 @@ def must_equal(c: WorkerContract) -> Iterator[tuple[str, WorkerContract]]:
         "LAYERS",
         replace(c, planes=(*c.planes, c.planes[-1]), attention=_windows(c, extra=True), layer_positions=_more(c)),
     )
-    last = len(c.planes) - 1
+    last = max(layer for layer, planes in enumerate(c.planes) if planes)
     first = c.planes[last][0]
-    yield f"PLANES[{last}]", _planes(c, replace(first, name=f"{first.name}2"))
-    yield f"PLANES[{last}].{first.name}.heads", _planes(c, replace(first, heads=first.heads + 1))
-    yield f"PLANES[{last}].{first.name}.head_dim", _planes(c, replace(first, head_dim=first.head_dim + 1))
+    yield f"PLANES[{last}]", _planes(c, last, replace(first, name=f"{first.name}2"))
+    yield f"PLANES[{last}].{first.name}.heads", _planes(c, last, replace(first, heads=first.heads + 1))
+    yield f"PLANES[{last}].{first.name}.head_dim", _planes(c, last, replace(first, head_dim=first.head_dim + 1))
     yield "VOCAB_SIZE", replace(c, vocab_size=c.vocab_size + 1)
     yield "TOKENIZER_DIGEST", replace(c, tokenizer_digest=_flipped(c.tokenizer_digest or bytes(32)))
 
@@ -82,9 +82,9 @@ def informational(c: WorkerContract) -> Iterator[tuple[str, WorkerContract]]:
     yield "INFO.conformance", replace(c, info={**c.info, "conformance": "1"})
 
 
-def _planes(c: WorkerContract, first: Any) -> WorkerContract:
-    """The first plane of the last layer replaced."""
-    return replace(c, planes=(*c.planes[:-1], (first, *c.planes[-1][1:])))
+def _planes(c: WorkerContract, layer: int, first: Any) -> WorkerContract:
+    """The first plane of a layer replaced."""
+    return replace(c, planes=(*c.planes[:layer], (first, *c.planes[layer][1:]), *c.planes[layer + 1 :]))
 
 
 def _windows(c: WorkerContract, extra: bool) -> Any:

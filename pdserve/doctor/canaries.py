@@ -76,18 +76,18 @@ def judge(o: Observed, choice: Choice, songs: Sequence[Song]) -> list[Finding]:
                 )
             )
     if choice.left_out:
-        told = f"{choice.left_out} fitting pairs were not tried"
+        told = f"fitting pairs that were not tried: {choice.left_out}"
         found.append(
             warning("canary", "", told, f"give --pairs {len(choice.pairs) + choice.left_out} to try them, too")
         )
     if choice.unfit:
-        told = f"{choice.unfit} fitting pairs were not tried, since a worker of theirs does not answer or is not ready"
+        told = f"fitting pairs that were not tried: {choice.unfit}; a worker of theirs does not answer or is not ready"
         found.append(warning("canary", "", told, "see the findings about those workers"))
     if not songs and not found:
         return [failure("canary", "", "there is no pair to try", "see the findings about contracts and workers")]
     if good and len(good) == len(songs) and not any(f.level == "failure" for f in found):
         slowest = max(song.attempt.first_token_ms for song in good)
-        told = f"{len(good)} pairs answered with equal tokens"
+        told = f"all pairs that were tried ({len(good)}) answered with equal tokens"
         told += f" within each of {len(groups)} ways to compute" if len(groups) > 1 else ""
         told += f" ({near} by the margin)" if near else ""
         found.append(ok("canary", f"{told}; the slowest first token after {slowest:.0f} ms"))

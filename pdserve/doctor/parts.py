@@ -119,7 +119,7 @@ def accounts(o: Observed) -> list[Finding]:
             remedy = "restart it (its pages are lost otherwise), and report this with its log: it is a fault of ours"
             found.append(failure("accounts", name, f"its page books are not intact: {books.fault}{who}", remedy))
     asked = sum(seen.books is not None for seen in o.examined.values())
-    return unless_any(found, ok("accounts", f"every page of {asked} workers has an owner, or is free"))
+    return unless_any(found, ok("accounts", f"every page has an owner, or is free; workers that were asked: {asked}"))
 
 
 def loads(o: Observed) -> list[Finding]:
@@ -134,7 +134,7 @@ def loads(o: Observed) -> list[Finding]:
         if load.waiting_limit and load.waiting >= FULL * load.waiting_limit:
             told = f"{load.waiting} of {load.waiting_limit} places in its queue are taken: more requests are refused"
             found.append(warning("load", worker.worker_id, told, f"add {worker.role} workers"))
-    return unless_any(found, ok("load", f"pages and queues have room; {o.status.active_requests} requests are running"))
+    return unless_any(found, ok("load", f"pages and queues have room; requests in flight: {o.status.active_requests}"))
 
 
 def adapters(o: Observed) -> list[Finding]:

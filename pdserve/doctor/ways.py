@@ -57,7 +57,7 @@ def contracts(o: Observed) -> list[Finding]:
             warning(
                 "contract",
                 " -> ".join(map(", ".join, names)),
-                f"{len(rest)} of {len(pairs)} pairs do not fit: {_reasons(rest)}",
+                f"pairs that do not fit: {len(rest)} of {len(pairs)}: {_reasons(rest)}",
                 "nothing during an update; otherwise give all workers of the model one checkpoint and precision",
             )
         )
@@ -65,7 +65,7 @@ def contracts(o: Observed) -> list[Finding]:
     fitting = sum(pair.fits for pair in pairs)
     kinds = sorted({d.code for pair in pairs if pair.fits for d in pair.differences if d.kind != "informational"})
     told = f"; converted on the way: {', '.join(kinds)}" if kinds else ""
-    told = f"{fitting} of {len(pairs)} pairs fit, {groups} contract{'s' if groups > 1 else ''}{told}"
+    told = f"pairs that fit: {fitting} of {len(pairs)}; contracts: {groups}{told}"
     return unless_any(found, ok("contract", told))
 
 

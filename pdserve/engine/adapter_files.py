@@ -38,8 +38,9 @@ _CONFIG, _WEIGHTS, _PICKLED = "adapter_config.json", "adapter_model.safetensors"
 _VERSION = 1
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
-_CANONICAL = re.compile(r"layers\.(?P<layer>\d+)\.(?P<name>q|k|v|o|gate|up|down)\.weight")
-_PRODUCTS = {"qkv": ("q", "k", "v"), "o": ("o",), "up": ("gate", "up"), "down": ("down",)}
+_CANONICAL = re.compile(r"layers\.(?P<layer>\d+)\.(?P<name>q|k|v|o|gate|up|down|conv_in|conv_out)\.weight")
+_PRODUCTS = {"qkv": ("q", "k", "v"), "o": ("o",), "up": ("gate", "up"), "down": ("down",), "conv_in": ("conv_in",),
+             "conv_out": ("conv_out",)}  # fmt: skip
 _PRODUCT_OF = {name: product for product, names in _PRODUCTS.items() for name in names}
 
 
@@ -99,7 +100,10 @@ def load_adapter(path: str | Path, base: Base) -> Adapter:
     adapter = Adapter(_digest(pairs, scales), {key: tuple(found) for key, found in deltas.items()}, rank, size)
     files.check_unchanged()
     if base.tiled:
-        widths = {p.product: p.inputs for parts in places.values() for p in parts}
+        widths = {(p.layer, p.product): p.inputs for parts in places.values() for p in parts}
+        # What the engine's thread will compute is proven with as many threads. In a thread that was not told, products
+        # take one per core and keep them for as long as it lives.
+        torch.set_num_threads(torch.get_num_threads())
         check_rows_of(adapter, torch.Generator().manual_seed(1), widths, base.dtype)
     return adapter
 

@@ -21,7 +21,7 @@ from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.request import unknown_adapter
 
 Add = Callable[[str, Tensor, Tensor], Tensor]
-"""(product, x, y) -> y with what the rows' adapters add to a layer's `qkv`, `o`, `up` or `down`."""
+"""(product, x, y) -> y with what the rows' adapters add to a layer's qkv, o, up, down, conv_in or conv_out."""
 
 Factor = Callable[[Tensor], Tensor]
 
@@ -129,20 +129,25 @@ class AdapterRows:
         return y
 
 
-def check_rows_of(adapter: Adapter, generator: torch.Generator, inputs: Mapping[str, int], dtype: torch.dtype) -> None:
-    """Proves for the first layer that an adapter changes that a row's delta depends on the row alone.
+def check_rows_of(
+    adapter: Adapter, generator: torch.Generator, inputs: Mapping[tuple[int, str], int], dtype: torch.dtype
+) -> None:
+    """Proves for each shape of what an adapter changes that a row's delta depends on the row alone.
 
     Args:
-        inputs: the width of each product's input.
+        inputs: the width of a product's input, by layer and product.
 
     Raises Internal if that does not hold on this build of torch.
     """
-    first = min(layer for layer, _ in adapter.deltas)
+    proven: set[tuple[str, int, tuple[tuple[int, int], ...]]] = set()
     for (layer, product), deltas in adapter.deltas.items():
-        if layer == first:
-            x = torch.randn(deterministic.ROWS, inputs[product], generator=generator, dtype=wide(dtype)).to(dtype)
-            for delta in deltas:
-                deterministic.check_rows(f"an adapter of {product}", lambda r, d=delta: (d(r),), x)
+        shape = product, inputs[layer, product], tuple((delta.start, delta.end) for delta in deltas)
+        if shape in proven:
+            continue
+        proven.add(shape)
+        x = torch.randn(deterministic.ROWS, shape[1], generator=generator, dtype=wide(dtype)).to(dtype)
+        for delta in deltas:
+            deterministic.check_rows(f"an adapter of {product}", lambda r, d=delta: (d(r),), x)
 
 
 def _sum(y: Tensor, delta: Tensor) -> Tensor:

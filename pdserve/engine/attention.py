@@ -50,6 +50,17 @@ def alibi(slopes: Tensor, distance: Tensor, dtype: torch.dtype) -> Tensor:
     return (slopes[..., None, None] * distance).to(dtype)
 
 
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last axis. A sink is one more score of each row: it takes its share of the weight and gives nothing.
+
+    sinks: as scores, with a last axis of 1; axes of 1 before it are repeated.
+    """
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -58,11 +69,12 @@ def attend(
     scale: float,
     soft_cap: float = 0.0,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over visible keys.
 
     q [n, Hq, d]; k, v [Hkv, m, d]; visible bool [n, m]: the last visible key is the query's own; slopes [Hkv, group]
-    of ALiBi. Returns [n, Hq, d] in q's dtype.
+    of ALiBi; sinks [Hkv, group]. Returns [n, Hq, d] in q's dtype.
     """
     n, heads, d = q.shape
     accurate = wide(q.dtype)
@@ -74,7 +86,7 @@ def attend(
         keys = torch.arange(visible.shape[1], device=visible.device)
         own = torch.where(visible, keys, 0).amax(-1, keepdim=True)  # [n, 1]
         scores = scores + alibi(slopes, keys - own, accurate)
-    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)
+    weights = softmax(scores.masked_fill(~visible, -torch.inf), None if sinks is None else sinks[..., None, None])
     out = weights @ v[:, None].to(accurate)  # [Hkv, group, n, d]
     return out.permute(2, 0, 1, 3).reshape(n, heads, d).to(q.dtype)
 
@@ -120,8 +132,9 @@ def prefill(
     scale: float,
     soft_cap: float,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Many queries of one sequence. q [n, Hq, d]; k, v [Hkv, m, d]. Returns [n, Hq, d].
+    """Many queries of one sequence. q [n, Hq, d]; k, v [Hkv, m, d]; slopes, sinks [Hkv, group]. Returns [n, Hq, d].
 
     Blocks of QUERIES rows keep the scores in the processor's cache and skip every key that
     no row of the block may see.
@@ -141,14 +154,16 @@ def prefill(
             distance = torch.arange(block.first_key, block.end_key, device=q.device) - block.places[:, None]
             scores += alibi(slopes, distance, scores.dtype)
         scores[..., block.bias_from - block.first_key :].add_(block.bias)
-        weights = torch.softmax(scores, -1).view(kv_heads, -1, scores.shape[-1])
-        out[:, :, rows] = torch.bmm(weights, v[:, keys]).view_as(part)
+        weights = softmax(scores, None if sinks is None else sinks[..., None, None])
+        out[:, :, rows] = torch.bmm(weights.reshape(kv_heads, -1, scores.shape[-1]), v[:, keys]).view_as(part)
     return out.permute(2, 0, 1, 3).reshape(n, heads, d)
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, soft_cap: float) -> Tensor:
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, soft_cap: float, sinks: Tensor | None = None
+) -> Tensor:
     """One query each of B sequences. q [B, Hq, d]; k, v [Hkv, B, m, d]; bias added to the scores: [B, 1, m],
-    or one per query head, [Hkv, B, group, m]; -inf for keys that are not seen.
+    or one per query head, [Hkv, B, group, m]; -inf for keys that are not seen. sinks [Hkv, group].
 
     Returns [B, Hq, d].
     """
@@ -159,5 +174,6 @@ def decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, soft_cap
         scores = soft_cap * torch.tanh(scores * (scale / soft_cap)) + bias
     else:
         scores = torch.add(bias, scores, alpha=scale)
-    out = torch.matmul(torch.softmax(scores, -1), v)  # [Hkv, B, group, d]
+    weights = softmax(scores, None if sinks is None else sinks[:, None, :, None])
+    out = torch.matmul(weights, v)  # [Hkv, B, group, d]
     return out.transpose(0, 1).reshape(batch, heads, d)

@@ -7,14 +7,14 @@ the one-token chunks, shortest sequence first, so that each group of them is a r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from pdserve.engine.adapters import AdapterRows
-from pdserve.engine.cache import PagedCache
+from pdserve.engine.cache import PagedCache, Tables
 from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.engine.spec import ModelSpec
 from pdserve.errors import Internal, InvalidRequest
@@ -32,7 +32,7 @@ class Group:
 
     first_row: int
     end_row: int
-    index: Tensor  # for cache.gather
+    tables: Tables
     batch: int  # sequences
     keys: int  # the longest visible length
     decode: bool
@@ -52,6 +52,7 @@ class Batch:
     wanted_rows: Tensor
     cache: PagedCache
     adapters: AdapterRows | None = None  # None: every row is the base model's
+    _before: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -64,6 +65,15 @@ class Batch:
         end = self.places + 1
         first = (end - window).clamp(min=0) if window else torch.zeros_like(end)
         return first, end
+
+    def before(self, tokens: int) -> Tensor:
+        """[T, tokens] int64: slots of the last tokens of each row's own sequence, itself the last; one that is zero for
+        ever where there is none.
+        """
+        if tokens not in self._before:
+            runs = [_last(chunk, tokens, self.cache).unfold(0, tokens, 1) for chunk in self.chunks]
+            self._before[tokens] = torch.cat(runs).to(self.slots.device)
+        return self._before[tokens]
 
 
 def lay_out(plan: StepPlan, cache: PagedCache) -> Batch:
@@ -162,6 +172,14 @@ def _stale(chunk: Chunk, cache: PagedCache) -> Sequence[int]:
     return cache.slots((end, -(-end // size) * size), chunk.pages)
 
 
+def _last(chunk: Chunk, tokens: int, cache: PagedCache) -> Tensor:
+    """[n + tokens - 1] int64: slots of a chunk's tokens and of those before them."""
+    first = max(0, chunk.start - tokens + 1)
+    absent = tokens - 1 - (chunk.start - first)
+    slots = cache.slots((first, chunk.start + len(chunk.ids)), chunk.pages)
+    return torch.tensor([cache.pad * cache.page_size] * absent + slots, dtype=torch.int64)
+
+
 def _positions(chunk: Chunk) -> range:
     """Positions count from the sequence's start, not from the chunk's."""
     return range(chunk.start, chunk.start + len(chunk.ids))
@@ -208,4 +226,4 @@ def _group(tables: list[tuple[int, ...]], ends: list[int], rows: int, cache: Pag
     longest = max(len(table) for table in tables)
     padded = [[*table, *[cache.pad] * (longest - len(table))] for table in tables]
     table = torch.tensor(padded, dtype=torch.int64, device=cache.storage.device)
-    return Group(0, rows, cache.gather_index(table), len(tables), max(ends), decode)
+    return Group(0, rows, cache.tables(table), len(tables), max(ends), decode)

@@ -23,7 +23,7 @@ from pdserve.engine.checkpoint_files import CheckpointFiles
 from pdserve.engine.digest import model_digest
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.safetensors_file import open_safetensors
-from pdserve.engine.spec import ModelSpec
+from pdserve.engine.spec import LayerShape, ModelSpec
 from pdserve.engine.stored import Source, assemble, own_dtype
 from pdserve.engine.validate import check_spec
 from pdserve.engine.weights import check_tensors, expected_tensors
@@ -103,8 +103,8 @@ def _build(cls: type, values: object, where: str) -> Any:
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
-    if hint is PositionScheme:
-        return _build(PositionScheme, value, where)
+    if hint in (PositionScheme, LayerShape):
+        return _build(hint, value, where)
     if typing.get_origin(hint) is types.UnionType:  # int | None
         return None if value is None else _typed(typing.get_args(hint)[0], value, where)
     if typing.get_origin(hint) is tuple:

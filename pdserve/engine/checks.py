@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pdserve.engine.attention import attend
 from pdserve.engine.batch import Batch
+from pdserve.engine.convolution import reference
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, StepOutput, StepPlan
 from pdserve.engine.positions import alibi_slopes
@@ -59,7 +60,7 @@ class Step:
 
 
 def check_tokenizer(spec: ModelSpec, tokens: int) -> None:
-    """Raises ConfigError for a tokenizer with more ids than the model has (A2.4); 0: there is none.
+    """Raises ConfigError for a tokenizer with more ids than the model has; 0: there is none.
 
     Embedding and output vocabulary are compared with the spec when an engine is built. A model
     may have more ids than its tokenizer: padding rows, which no text gives.
@@ -74,7 +75,7 @@ def check_tokenizer(spec: ModelSpec, tokens: int) -> None:
 
 
 def check_written(plan: StepPlan, output: StepOutput) -> None:
-    """Raises Internal unless every layer stored K and V of exactly the step's tokens (A6.1)."""
+    """Raises Internal unless every layer stored K and V of exactly the step's tokens."""
     tokens = sum(len(chunk.ids) for chunk in plan.chunks)
     for layer, rows in enumerate(output.written):
         if rows != tokens:
@@ -93,7 +94,7 @@ def check_step(engine: Engine, trace: StepTrace, output: StepOutput, names: froz
 
 
 def token_positions(step: Step) -> None:
-    """The slot that a row is written to, found in the block table, gives its position (A6.3)."""
+    """The slot that a row is written to, found in the block table, gives its position."""
     size = step.engine.cache.page_size
     for chunk, rows in step.rows():
         place = {page: index for index, page in enumerate(chunk.pages)}
@@ -104,7 +105,7 @@ def token_positions(step: Step) -> None:
 
 
 def causality(step: Step) -> None:
-    """Every row saw exactly the keys up to itself, or its window of them (A3)."""
+    """Every row saw exactly the keys up to itself, or its window of them."""
     for index, layer in enumerate(step.layers):
         window = step.engine.spec.window(index)
         for chunk, rows in step.rows():
@@ -118,12 +119,12 @@ def causality(step: Step) -> None:
 
 
 def equal_lengths(step: Step) -> None:
-    """Every layer holds K and V of every token of the step, bit for bit (A6.1)."""
+    """Every layer holds K and V of every token of the step, bit for bit."""
     cache = step.engine.cache
     for index, layer in enumerate(step.layers):
         for chunk, rows in step.rows():
             k, v = cache.sequence(index, chunk.pages, chunk.start + len(chunk.ids))
-            for name, stored, computed in (("k", k, layer.k), ("v", v, layer.v)):
+            for name, stored, computed in zip(cache.planes[index], (k, v), (layer.k, layer.v), strict=False):
                 wanted = computed[rows].to(cache.dtype).transpose(0, 1)  # [Hkv, n, d]
                 wrong = torch.nonzero((stored[:, chunk.start :] != wanted).any(-1).any(0))
                 if wrong.numel():
@@ -132,22 +133,30 @@ def equal_lengths(step: Step) -> None:
 
 
 def attention_reference(step: Step) -> None:
-    """Attention equals the reference over the sequence's own cached keys (A4)."""
+    """Attention equals the reference over the sequence's own cached keys."""
     spec, cache = step.engine.spec, step.engine.cache
     slopes = alibi_slopes(spec, str(cache.storage.device))
     for index, layer in enumerate(step.layers):
         for chunk, rows in step.rows():
-            k, v = cache.sequence(index, chunk.pages, chunk.start + len(chunk.ids))
+            k, v = cache.sequence(spec.kv_layer(index), chunk.pages, chunk.start + len(chunk.ids))
             numbers = torch.arange(k.shape[1], device=k.device)
             visible = (numbers >= layer.first[rows, None]) & (numbers < layer.end[rows, None])
-            expected = attend(layer.q[rows], k, v, visible, spec.scale, spec.soft_cap, slopes)
+            heads = slopes, step.engine.decoder.layers[index].sinks
+            expected = layer.q[rows]
+            convolution = step.engine.decoder.layers[index].conv
+            if convolution is not None:
+                expected = reference(convolution, expected, k, visible)
+            elif spec.shape_of(index).kv_heads:
+                expected = attend(expected, k, v, visible, spec.scale_of(index), spec.soft_cap, *heads)
+            elif not expected.numel():
+                continue
             error = relative_error(layer.attended[rows], expected)
             if not error <= step.tolerance:
                 raise _broken("attention_reference", f"layer {index}, {chunk.key}: attention is off by {error:.2g}")
 
 
 def first_step_prefix(step: Step) -> None:
-    """Logits are the head's scores of the last token of the sequence they are given to (A7)."""
+    """Logits are the head's scores of the last token of the sequence they are given to."""
     final = step.layers[-1].y
     for chunk, rows in step.rows():
         if chunk.logits == "none":

@@ -81,10 +81,12 @@ def attend(
     scale: float,
     soft_cap: float,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one sequence. q [n, Hq, d], k and v [Hkv, m, d], all in fp32 or float64.
 
-    Query i sees the keys [first[i], end[i]), its own the last; slopes [Hkv, group] of ALiBi. Returns [n, Hq, d].
+    Query i sees the keys [first[i], end[i]), its own the last; slopes [Hkv, group] of ALiBi; sinks [Hkv, group].
+    Returns [n, Hq, d].
     """
     kv_heads, keys, width = k.shape
     q = F.pad(q, (0, -width % _VECTOR))
@@ -96,7 +98,8 @@ def attend(
         low, high = _tile(first, row), _tile(end, row)  # padding rows see nothing: [0, 0)
         group = tile.shape[1] // ROWS
         low, high = low.repeat_interleave(group), high.repeat_interleave(group)
-        out = _attend_tile(tile, k, v, low, high, scale, soft_cap, None if slopes is None else slopes.repeat(1, ROWS))
+        own_slopes, own_sinks = (None if heads is None else heads.repeat(1, ROWS) for heads in (slopes, sinks))
+        out = _attend_tile(tile, k, v, low, high, scale, soft_cap, own_slopes, own_sinks)
         outputs.append(out.view(kv_heads, ROWS, group, d).permute(1, 0, 2, 3).reshape(ROWS, -1, d))
     return torch.cat(outputs)[: q.shape[0], :, :width]
 
@@ -110,10 +113,16 @@ def _attend_tile(
     scale: float,
     soft_cap: float,
     slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """q [Hkv, R, d] with R = ROWS * group; first, end [R]; slopes [Hkv, R]. Running softmax over key blocks."""
-    best = q.new_full((*q.shape[:2], 1), -torch.inf)
-    total = q.new_zeros((*q.shape[:2], 1))
+    """q [Hkv, R, d] with R = ROWS * group; first, end [R]; slopes, sinks [Hkv, R]. Running softmax over key blocks,
+    which a sink is there before: as a key with a value of zeros.
+    """
+    if sinks is None:
+        best = q.new_full((*q.shape[:2], 1), -torch.inf)
+        total = q.new_zeros((*q.shape[:2], 1))
+    else:
+        best, total = sinks[..., None].to(q.dtype), q.new_ones((*q.shape[:2], 1))
     out = torch.zeros_like(q)
     for block in range(0, int(end.max()), KEYS):
         keys = torch.arange(block, block + KEYS, device=q.device)

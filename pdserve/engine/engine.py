@@ -181,7 +181,8 @@ class Engine:
                 on_layer(layer)
             read = reads[self.spec.window(layer)]
             o = work.attend(layer, q, read)
-            counters += StepCounters(k.shape[0], read.pairs * q.shape[1])
+            scored = q.shape[1] if self.spec.shape_of(layer).kv_heads else 0  # heads
+            counters += StepCounters(k.shape[0], read.pairs * scored)
             y = work.output(layer, x, o)
             if trace is not None:
                 trace.layers.append(LayerTrace(x, q, k, v, o, y, read.first, read.end))

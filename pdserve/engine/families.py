@@ -5,77 +5,49 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pdserve.engine.families_older import OLDER, SIZES, TIED, UNTIED
+from pdserve.engine.families_common import (
+    ATTENTION_BIAS,
+    GROUPED,
+    LLAMA,
+    MLP_BIAS,
+    NAMING,
+    SIZES,
+    TIED,
+    renamed,
+)
+from pdserve.engine.families_experts import MIXTURES
+from pdserve.engine.families_gemma4 import GEMMA4
+from pdserve.engine.families_older import OLDER
 from pdserve.engine.family import ACTIVATIONS, Family, Key
 from pdserve.engine.hf_rope import RopeKeys
 from pdserve.engine.spec import ModelSpec
-from pdserve.engine.stored import Naming, Source
+from pdserve.engine.stored import Source
 from pdserve.errors import CheckpointError
 
-# ---- keys ---------------------------------------------------------------------------------------
-
-_GROUPED = {"kv_heads": Key("num_key_value_heads", default=("heads", 1))}
-_ATTENTION_BIAS = {name: Key("attention_bias", "flag", False) for name in ("qkv_bias", "attn_out_bias")}
-_MLP_BIAS = {"mlp_bias": Key("mlp_bias", "flag", False)}
-_LLAMA: Mapping[str, Key] = {
-    **SIZES,
-    **_GROUPED,
-    "ffn_width": Key("intermediate_size"),
-    "norm_eps": Key("rms_norm_eps", "number"),
-    "activation": Key("hidden_act", "choice", meaning=ACTIVATIONS),
-    **UNTIED,
-}
 _GEMMA: Mapping[str, Key] = {
-    **_LLAMA,
+    **LLAMA,
     "activation": Key("hidden_activation", "choice", meaning=ACTIVATIONS),
     "attention_scale": Key("query_pre_attn_scalar", "number", power=-0.5),
     "embed_scale": Key("hidden_size", "number", power=0.5),
     "logit_soft_cap": Key("final_logit_softcapping", "number", 0.0, named=True),
-    **_ATTENTION_BIAS,
+    **ATTENTION_BIAS,
     **TIED,
 }
-
-# ---- tensor names -------------------------------------------------------------------------------
-
-_MODULES = {
-    "embed": "model.embed_tokens",
-    "final_norm": "model.norm",
-    "head": "lm_head",
-    "attn_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-_NAMING = Naming("model.layers.{layer}.", _MODULES, harmless=(r".*\.rotary_emb\.inv_freq",))
 _SANDWICH = {
     "attn_out_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
 
-
-def _renamed(**modules: str) -> Naming:
-    return replace(_NAMING, modules={**_MODULES, **modules})
-
-
-# ---- families -----------------------------------------------------------------------------------
-
 _LLAMAS = (
-    Family("LlamaForCausalLM", "llama", _NAMING, {**_LLAMA, **_ATTENTION_BIAS, **_MLP_BIAS}),
-    Family("MistralForCausalLM", "mistral", _NAMING, _LLAMA, layers="one window"),
-    Family("Qwen2ForCausalLM", "qwen2", _NAMING, _LLAMA, traits={"qkv_bias": True}, layers="upper windows"),
+    Family("LlamaForCausalLM", "llama", NAMING, {**LLAMA, **ATTENTION_BIAS, **MLP_BIAS}),
+    Family("MistralForCausalLM", "mistral", NAMING, LLAMA, layers="one window"),
+    Family("Qwen2ForCausalLM", "qwen2", NAMING, LLAMA, traits={"qkv_bias": True}, layers="upper windows"),
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
-        _NAMING,
-        {**_LLAMA, **_ATTENTION_BIAS},
+        NAMING,
+        {**LLAMA, **ATTENTION_BIAS},
         traits={"qk_norm": True},
         head_dim="required",
         layers="upper windows",
@@ -84,11 +56,11 @@ _LLAMAS = (
         "Phi3ForCausalLM",  # Phi-3, Phi-3.5 and Phi-4
         "phi3",
         replace(
-            _renamed(q="self_attn.qkv_proj", k="self_attn.qkv_proj", v="self_attn.qkv_proj",
+            renamed(q="self_attn.qkv_proj", k="self_attn.qkv_proj", v="self_attn.qkv_proj",
                      gate="mlp.gate_up_proj", up="mlp.gate_up_proj"),
             fused=(("q", "k", "v"), ("gate", "up")),
         ),
-        _LLAMA,
+        LLAMA,
         rope=RopeKeys(
             partial="partial_rotary_factor",
             default_original=4096,
@@ -101,19 +73,19 @@ _LLAMAS = (
     Family(
         "SmolLM3ForCausalLM",
         "smollm3",
-        _NAMING,
-        {**_LLAMA, **_ATTENTION_BIAS, **_MLP_BIAS, **TIED},
+        NAMING,
+        {**LLAMA, **ATTENTION_BIAS, **MLP_BIAS, **TIED},
         rope=RopeKeys(default_theta=2000000.0),
         layers="some without positions",
     ),
     Family(
         "GraniteForCausalLM",
         "granite",
-        _NAMING,
+        NAMING,
         {
-            **_LLAMA,
-            **_ATTENTION_BIAS,
-            **_MLP_BIAS,
+            **LLAMA,
+            **ATTENTION_BIAS,
+            **MLP_BIAS,
             "embed_scale": Key("embedding_multiplier", "number", 1.0),
             "residual_scale": Key("residual_multiplier", "number", 1.0),
             "attention_scale": Key("attention_multiplier", "number", 1.0),
@@ -123,8 +95,8 @@ _LLAMAS = (
     Family(
         "Olmo2ForCausalLM",
         "olmo2",
-        _renamed(attn_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
-        {**_LLAMA, **_ATTENTION_BIAS},
+        renamed(attn_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+        {**LLAMA, **ATTENTION_BIAS},
         traits={"norm_order": "branch", "qk_norm": True, "qk_norm_whole": True},
     ),
 )  # fmt: skip
@@ -133,9 +105,9 @@ _LAYER_NORMED = (
     Family(
         "StableLmForCausalLM",
         "stablelm",
-        _renamed(q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"),
+        renamed(q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"),
         {
-            **_LLAMA,
+            **LLAMA,
             "norm_eps": Key("layer_norm_eps", "number"),
             "qkv_bias": Key("use_qkv_bias", "flag", False),
             **{name: Key("qk_layernorm", "flag", False) for name in ("qk_norm", "qk_norm_each")},
@@ -148,8 +120,8 @@ _LAYER_NORMED = (
     Family(
         "NemotronForCausalLM",
         "nemotron",
-        _NAMING,
-        {**_LLAMA, **_ATTENTION_BIAS, **_MLP_BIAS, "norm_eps": Key("norm_eps", "number")},
+        NAMING,
+        {**LLAMA, **ATTENTION_BIAS, **MLP_BIAS, "norm_eps": Key("norm_eps", "number")},
         traits={"norm": "layer", "norm_shift": True, "norm_offset": 1.0, "mlp": "plain"},
         rope=RopeKeys(partial="partial_rotary_factor", default_partial=0.5),
     ),
@@ -158,10 +130,10 @@ _LAYER_NORMED = (
 _STARCODER2 = Family(  # docs/families.md tells how this one came here
     architecture="Starcoder2ForCausalLM",
     model_type="starcoder2",
-    naming=_renamed(up="mlp.c_fc", down="mlp.c_proj"),
+    naming=renamed(up="mlp.c_fc", down="mlp.c_proj"),
     keys={
         **SIZES,
-        **_GROUPED,
+        **GROUPED,
         "ffn_width": Key("intermediate_size"),
         "norm_eps": Key("norm_epsilon", "number"),
         "activation": Key("hidden_act", "choice", meaning=ACTIVATIONS),
@@ -180,7 +152,7 @@ _GEMMAS = (
     Family(
         "Gemma2ForCausalLM",
         "gemma2",
-        _renamed(**_SANDWICH),
+        renamed(**_SANDWICH),
         {**_GEMMA, "soft_cap": Key("attn_logit_softcapping", "number", 0.0, named=True)},
         traits={"norm_order": "sandwich", "norm_offset": 1.0},
         head_dim="required",
@@ -191,7 +163,7 @@ _GEMMAS = (
     Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
-        _renamed(**_SANDWICH),
+        renamed(**_SANDWICH),
         _GEMMA,
         traits={"norm_order": "sandwich", "norm_offset": 1.0, "qk_norm": True},
         head_dim="required",
@@ -203,75 +175,38 @@ _GEMMAS = (
     ),
 )
 
-_QWEN_EXPERTS = {
-    "experts": Key("num_experts", also="num_local_experts"),
-    "active_experts": Key("num_experts_per_tok"),
-    "expert_width": Key("moe_intermediate_size"),
-    "norm_experts": Key("norm_topk_prob", "flag", False),
-}
-_QWEN_MODULES = {
-    "router": "mlp.gate",
-    "expert_gate": "mlp.experts.{expert}.gate_proj",
-    "expert_up": "mlp.experts.{expert}.up_proj",
-    "expert_down": "mlp.experts.{expert}.down_proj",
-}
-_SPARSE_EXPERTS = {
-    "experts": Key("num_local_experts", also="num_experts"),
-    "active_experts": Key("num_experts_per_tok"),
-    "expert_width": Key("intermediate_size"),
-}
-_SPARSE_MODULES = {
-    "router": "block_sparse_moe.gate",
-    "expert_gate": "block_sparse_moe.experts.{expert}.w1",
-    "expert_up": "block_sparse_moe.experts.{expert}.w3",
-    "expert_down": "block_sparse_moe.experts.{expert}.w2",
-}
-_SHARED = {f"shared_{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
-
-_MIXTURES = (
-    Family(
-        "Qwen2MoeForCausalLM",
-        "qwen2_moe",
-        _renamed(**_QWEN_MODULES, **_SHARED, shared_router="mlp.shared_expert_gate"),
-        {
-            **_LLAMA,
-            **_QWEN_EXPERTS,
-            "shared_width": Key("shared_expert_intermediate_size"),
-            "qkv_bias": Key("qkv_bias", "flag", True),
-        },
-        layers="some dense, no windows",
-    ),
-    Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        _renamed(**_QWEN_MODULES),
-        {**_LLAMA, **_ATTENTION_BIAS, **_QWEN_EXPERTS},
-        traits={"qk_norm": True},
-        layers="some dense",
-    ),
-    Family(
-        "MiniMaxM2ForCausalLM",
-        "minimax_m2",
-        replace(
-            _renamed(**_SPARSE_MODULES, router_correction="block_sparse_moe.e_score_correction_bias"),
-            complete=frozenset({"router_correction"}),
+_LFM2 = Family(
+    "Lfm2ForCausalLM",
+    "lfm2",
+    replace(
+        renamed(
+            attn_norm="operator_norm", mlp_norm="ffn_norm", final_norm="model.embedding_norm",
+            q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm", o="self_attn.out_proj",
+            conv_in="conv.in_proj", conv="conv.conv", conv_out="conv.out_proj",
+            gate="feed_forward.w1", up="feed_forward.w3", down="feed_forward.w2",
         ),
-        {**_LLAMA, **_SPARSE_EXPERTS},
-        traits={"qk_norm": True, "qk_norm_whole": True, "norm_experts": True, "sigmoid_router": True},
-        rope=RopeKeys(default_theta=5000000.0, partial="partial_rotary_factor", dims="rotary_dim"),
+        squeezed=frozenset({"conv"}),
     ),
-    Family(
-        "MixtralForCausalLM",
-        "mixtral",
-        _renamed(**_SPARSE_MODULES),
-        {**_LLAMA, **_SPARSE_EXPERTS},
-        traits={"norm_experts": True},
-        rope=RopeKeys(default_theta=1000000.0),
-        layers="window if any",
-    ),
-)
+    {
+        **SIZES,
+        **GROUPED,
+        "ffn_width": Key("intermediate_size", also="block_ff_dim"),
+        "norm_eps": Key("norm_eps", "number"),
+        "conv_bias": Key("conv_bias", "flag", False),
+        "tied_head": Key("tie_word_embeddings", "flag", True, also="tie_embedding"),
+    },
+    traits={"qk_norm": True},
+    rope=RopeKeys(default_theta=1000000.0),
+    layers="convolutions",
+    fixed={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
+    # Of training, or said a second time under a name that the peer does not read either.
+    harmless=frozenset({
+        "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init",
+        "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads",
+    }),
+)  # fmt: skip
 
-FAMILIES = (*_LLAMAS, *_LAYER_NORMED, _STARCODER2, *_GEMMAS, *_MIXTURES, *OLDER)
+FAMILIES = (*_LLAMAS, *_LAYER_NORMED, _STARCODER2, _LFM2, *_GEMMAS, *GEMMA4, *MIXTURES, *OLDER)
 
 
 def directory_sources(model_type: str, spec: ModelSpec) -> dict[str, Source]:

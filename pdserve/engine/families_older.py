@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from pdserve.engine.families_common import SIZES, TIED, UNGROUPED, UNTIED
 from pdserve.engine.family import ACTIVATIONS, Family, Key
 from pdserve.engine.hf_rope import RopeKeys
 from pdserve.engine.stored import Naming
 
-SIZES: Mapping[str, Key] = {
-    "vocab_size": Key("vocab_size"),
-    "width": Key("hidden_size"),
-    "layers": Key("num_hidden_layers"),
-    "heads": Key("num_attention_heads"),
-    "context_limit": Key("max_position_embeddings"),
-}
-UNGROUPED = {"kv_heads": Key("", default=("heads", 1))}
-TIED = {"tied_head": Key("tie_word_embeddings", "flag", True)}
-UNTIED = {"tied_head": Key("tie_word_embeddings", "flag", False)}
 _BIASES = ("qkv_bias", "attn_out_bias", "mlp_bias")
 _LAYER_NORM = {"norm": "layer", "norm_shift": True, "mlp": "plain"}
 

@@ -86,7 +86,7 @@ class Family:
     keys: Mapping[str, Key]  # ModelSpec field -> where it stands; read in this order
     traits: Mapping[str, Any] = field(default_factory=dict)  # ModelSpec fields that never vary
     head_dim: str = "optional"  # optional | required | derived
-    positions: str = "rope"  # rope | learned | alibi
+    positions: str = "rope"  # rope | learned | alibi | by layer: hf_layers.py reads them
     rope: RopeKeys = field(default_factory=RopeKeys)
     local_rope: RopeKeys | None = None  # of the layers with a window, where these have a scheme of their own
     layers: str = "none"  # hf_layers.py: how the layers are told apart
@@ -94,3 +94,8 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()  # further keys that change nothing
     optional_prefix: str = ""  # of tensor names; older files lack it
+    packed: bool = False  # the matrices of experts may be in MXFP4
+    inner: str = ""  # the key under which the text model stands, in a configuration of several models
+    outer: frozenset[str] = (
+        frozenset()
+    )  # further keys beside it: of the other models, and of tokens that stand for them

@@ -27,6 +27,7 @@ _MODULES = {
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
     "o": "attn_output",
+    "sinks": "attn_sinks",
     "attn_out_norm": "post_attention_norm",
     "mlp_norm": "ffn_norm",
     "gate": "ffn_gate",
@@ -46,6 +47,7 @@ _MODULES = {
 _PLAIN = Naming(layer="blk.{layer}.", modules=_MODULES)
 _FUSED_QKV = replace(_PLAIN, modules={**_MODULES, **dict.fromkeys("qkv", "attn_qkv")}, fused=(("q", "k", "v"),))
 _FUSED = replace(_FUSED_QKV, modules={**_FUSED_QKV.modules, "gate": "ffn_up"}, fused=(("q", "k", "v"), ("gate", "up")))
+_CONVOLUTION = {"conv_in": "shortconv.in_proj", "conv": "shortconv.conv", "conv_out": "shortconv.out_proj"}
 _BIASES = {"qkv_bias": "attn_q.bias", "attn_out_bias": "attn_output.bias", "mlp_bias": "ffn_up.bias"}
 
 
@@ -64,12 +66,14 @@ class GgufFamily:
     partial: bool = False  # a part of a head may be rotated
     window: str = ""  # key of the tokens that a layer with a window sees
     pattern: int = 0  # every so many-th layer has none; 0: all layers have one
+    yarn_truncate: bool = True  # yarn's ramp ends at whole pairs; the format has no key for it
     local_theta: float = 0.0  # of the layers with a window, where these have a rotation of their own
     experts: bool = False  # in every layer
     shared_expert: bool = False  # beside them
     scaled_embedding: bool = False  # by the square root of the width
     fixed: Mapping[str, Any] = field(default_factory=dict)  # keys that would change the computation -> what we have
     harmless: frozenset[str] = frozenset()  # keys that change nothing
+    rules: str = ""  # gguf_spec.py: what reads sizes and layers where these have rules of their own
     wide_scale: int = 0  # a model of so many layers scales scores by width / heads instead of the head dim
 
 
@@ -79,6 +83,22 @@ _LAYER_NORM = {
     "mlp": "plain",
     "activation": "gelu_tanh",
     **dict.fromkeys(_BIASES, True),
+}
+_GEMMA4_MODULES = {
+    "layer_embed": "per_layer_token_embd",
+    "layer_in": "per_layer_model_proj",
+    "layer_in_norm": "per_layer_proj_norm",
+    "input_gate": "inp_gate",
+    "input_proj": "proj",
+    "input_norm": "post_norm",
+    "layer_scale": "layer_output_scale",
+    "router_norm": "ffn_gate_inp.scale",
+    "expert_gains": "ffn_down_exps.scale",
+    "expert_gate": "ffn_gate_up_exps",
+    "expert_up": "ffn_gate_up_exps",
+    "beside_mlp_norm": "post_ffw_norm_1",
+    "beside_norm": "pre_ffw_norm_2",
+    "beside_out_norm": "post_ffw_norm_2",
 }
 _GEMMA = {"norm_order": "sandwich", "norm_offset": 1.0, "activation": "gelu_tanh"}
 
@@ -102,6 +122,19 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
         experts=True,
         fixed={"expert_gating_func": 2},  # sigmoid
     ),
+    "gpt-oss": GgufFamily(
+        "gpt_oss",
+        replace(_PLAIN, modules={**_MODULES, "mlp_norm": "post_attention_norm"}),
+        {
+            "norm_experts": True, "expert_bias": True, "attention_sinks": True,
+            "swiglu_alpha": 1.702, "swiglu_limit": 7.0,  # of every published model
+        },
+        options={"qkv_bias": "attn_q.bias", "attn_out_bias": "attn_output.bias"},
+        window="attention.sliding_window",
+        pattern=2,
+        yarn_truncate=False,
+        experts=True,
+    ),
     "phi3": GgufFamily("phi3", _FUSED, partial=True, window="attention.sliding_window"),
     "gemma2": GgufFamily(
         "gemma2",
@@ -122,6 +155,27 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
         local_theta=10000.0,
         scaled_embedding=True,
         wide_scale=62,  # the 27B model
+    ),
+    "gemma4": GgufFamily(
+        "gemma4_text",
+        replace(
+            _PLAIN,
+            modules={**_MODULES, **_GEMMA4_MODULES},
+            stacked=frozenset({"expert_gate", "expert_up", "expert_down"}),
+            fused=(("expert_gate", "expert_up"),),
+            complete=frozenset({"router_norm", "expert_gains"}),
+            unread=("k", "v", "k_norm"),
+        ),
+        {
+            "norm_order": "sandwich",
+            "activation": "gelu_tanh",
+            "qk_norm": True,
+            "v_norm": True,
+            "attention_scale": 1.0,
+        },
+        options={"layer_scale": "layer_output_scale.weight"},
+        scaled_embedding=True,
+        rules="gemma4",
     ),
     "stablelm": GgufFamily(
         "stablelm",
@@ -153,6 +207,14 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
         without={"one_norm": "attn_norm_2.weight"},
         fixed={"tensor_data_layout": "jploski"},  # the converter's name for q, k and v one after the other
     ),
+    "lfm2": GgufFamily(
+        "lfm2",
+        replace(_PLAIN, modules={**_MODULES, "final_norm": "token_embd_norm", **_CONVOLUTION}),
+        {"qk_norm": True},
+        rules="lfm2",
+    ),
+    # Its directories name modules as Llama's do.
+    "deci": GgufFamily("llama", replace(_PLAIN, paired=frozenset({"q", "k"})), rules="deci"),
     "starcoder2": GgufFamily(
         "starcoder2", _PLAIN, _LAYER_NORM, norm_eps="attention.layer_norm_epsilon"
     ),

@@ -73,7 +73,7 @@ def load_gguf(path: Path, dtype: str, device: str, files: CheckpointFiles) -> Lo
     digest = model_digest(spec, stored, files.digests(path, stored))
     weights = {name: tensor for name, tensor in stored.items() if name not in ROPE_TENSORS}
     dtype = own_dtype(stored) if dtype == "auto" else dtype
-    tensors = assemble(spec, family.naming.sources(spec), weights, dtype, device)
+    tensors = assemble(spec, family.naming.sources(spec), weights, dtype, device, family.naming.ignored(spec))
     sources = directory_sources(family.model_type, spec)
     return LoadedModel(path.stem, spec, tensors, dtype, digest, path, sources=sources)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,14 +23,20 @@ from pdserve.engine.stored import StoredTensor
 from pdserve.errors import CheckpointError
 
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192  # of every published llama3-scaled model
-_FREQS, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
-ROPE_TENSORS = frozenset({_FREQS, _SHORT, _LONG})
+FREQS, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_TENSORS = frozenset({FREQS, _SHORT, _LONG})
 
 
 def gguf_rope_scheme(
-    fields: Fields, arch: str, head_dim: int, context: int, partial: bool, stored: Mapping[str, StoredTensor]
+    fields: Fields,
+    arch: str,
+    head_dim: int,
+    context: int,
+    partial: bool,
+    truncate: bool,
+    stored: Mapping[str, StoredTensor],
 ) -> PositionScheme:
-    """Takes the rotary keys, and the tensors of divisors if the file has them.
+    """Takes the rotary keys, and the tensors of divisors if the file has them. truncate: of yarn's ramp.
 
     Raises CheckpointError for partial rotary in a family that has none, other scalings than linear and yarn, and
     divisors that are not llama3's.
@@ -50,8 +57,8 @@ def gguf_rope_scheme(
     fields.expect(f"{prefix}.scaling.finetuned", (False, True))
     fields.expect(f"{prefix}.scaling.attn_factor", (1, 1.0))
     fields.expect(f"{prefix}.scale_linear", (1, 1.0))
-    if _FREQS in stored:
-        return _llama3(theta, dims, stored[_FREQS].read(torch.float32).flatten())
+    if FREQS in stored:
+        return _llama3(theta, dims, stored[FREQS].read(torch.float32).flatten())
     if kind == "none":
         return PositionScheme(kind="rope", theta=theta, dims=dims)
     factor = fields.number(f"{prefix}.scaling.factor")
@@ -60,8 +67,18 @@ def gguf_rope_scheme(
         if not original:
             raise fields.missing(f"{prefix}.scaling.original_context_length")
         growth = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        parameters |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": growth, "truncate": 1.0}
+        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            parameters[name] = single(fields.number(f"{prefix}.scaling.yarn_{name}", usual))
+        parameters |= {"attention_factor": growth, "truncate": float(truncate)}
     return _scheme(theta, dims, kind, parameters, original if kind == "yarn" else 0)
+
+
+def single(value: float) -> float:
+    """The shortest decimal of a stored single: 9.999999747378752e-06 was written as 1e-05.
+
+    So a GGUF and a config.json of one model give one spec.
+    """
+    return float(str(np.float32(value)))
 
 
 def _scheme(theta: float, dims: int, scaling: str, parameters: Mapping[str, float], original: int) -> PositionScheme:
@@ -101,8 +118,8 @@ def _llama3(theta: float, dims: int, factors: Tensor) -> PositionScheme:
     )
     if not _matches(scheme, factors):
         raise CheckpointError(
-            f"{_FREQS} holds other factors than llama3's standard ones",
-            field=_FREQS,
+            f"{FREQS} holds other factors than llama3's standard ones",
+            field=FREQS,
             reason="UNKNOWN_ROPE_TYPE",
             remedy="load the model from its Hugging Face directory, where the parameters are given",
         )

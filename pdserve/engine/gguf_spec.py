@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import numpy as np
 
 from cache_transfer.contract import PositionScheme
 from pdserve.engine.fields import Fields
 from pdserve.engine.gguf_families import GGUF_FAMILIES, GgufFamily
-from pdserve.engine.gguf_rope import gguf_rope_scheme
+from pdserve.engine.gguf_gemma4 import gemma4_fields
+from pdserve.engine.gguf_layers import deci_fields
+from pdserve.engine.gguf_metadata import Metadata, head_dim, vocab_size
+from pdserve.engine.gguf_rope import gguf_rope_scheme, single
+from pdserve.engine.lfm2 import gguf_fields
 from pdserve.engine.rope_scaling import within
 from pdserve.engine.spec import ModelSpec
 from pdserve.engine.stored import StoredTensor
@@ -21,18 +23,11 @@ from pdserve.errors import CheckpointError
 _HARMLESS_PREFIXES = ("general.", "tokenizer.", "quantize.", "split.")
 
 
-class _Metadata(Fields):
-    """Fields whose keys are given without the architecture's prefix: `key` completes them."""
-
-    def __init__(self, values: Mapping[str, Any], where: str, arch: str) -> None:
-        super().__init__(values, where)
-        self.arch = arch
-
-    def key(self, name: str) -> str:
-        return f"{self.arch}.{name}"
-
-    def size(self, name: str, *default: Any, minimum: int = 1, maximum: int = 2**62) -> int:
-        return self.integer(self.key(name), *default, minimum=minimum, maximum=maximum)
+_READERS: Mapping[str, Callable[[Metadata, Mapping[str, StoredTensor]], dict[str, Any]]] = {
+    "deci": deci_fields,
+    "gemma4": gemma4_fields,
+    "lfm2": gguf_fields,
+}
 
 
 def spec_from_metadata(
@@ -47,14 +42,17 @@ def spec_from_metadata(
             reason="UNKNOWN_ARCHITECTURE",
             remedy=f"supported are {', '.join(GGUF_FAMILIES)}",
         )
-    family, fields = GGUF_FAMILIES[arch], _Metadata(metadata, where, arch)
-    read = _sizes(fields, stored) | dict(family.traits)
-    read["norm_eps"] = _single(fields.number(fields.key(family.norm_eps)))
-    read |= {name: _single(fields.number(fields.key(key))) for name, key in family.numbers.items()}
+    family, fields = GGUF_FAMILIES[arch], Metadata(metadata, where, arch)
+    own = _READERS.get(family.rules)
+    read = (own(fields, stored) if own else _sizes(fields, stored)) | dict(family.traits)
+    read["norm_eps"] = single(fields.number(fields.key(family.norm_eps)))
+    read |= {name: single(fields.number(fields.key(key))) for name, key in family.numbers.items()}
     read |= {name: f"blk.0.{tensor}" in stored for name, tensor in family.options.items()}
     read |= {name: f"blk.0.{tensor}" not in stored for name, tensor in family.without.items()}
-    read |= _positions(fields, family, read, stored) | _experts(fields, family)
-    read |= _layers(fields, family, read) | _scales(family, read)
+    if own is None:
+        read |= _positions(fields, family, read, stored) | _experts(fields, family)
+        read |= _layers(fields, family, read)
+    read |= _scales(family, read)
     spec = ModelSpec(
         **read,
         tied_head="output.weight" not in stored,
@@ -65,41 +63,34 @@ def spec_from_metadata(
     return family, within(spec, 0)
 
 
-def _sizes(fields: _Metadata, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    vocab_size, heads = _vocab_size(fields, stored), fields.size("attention.head_count")
+def _sizes(fields: Metadata, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    heads = fields.size("attention.head_count")
     width = fields.size("embedding_length")
     return {
-        "vocab_size": vocab_size,
+        "vocab_size": vocab_size(fields, stored),
         "width": width,
         "layers": fields.size("block_count", maximum=MAX_LAYERS),
         "heads": heads,
         "kv_heads": fields.size("attention.head_count_kv", heads),
-        "head_dim": _head_dim(fields, width, heads),
+        "head_dim": head_dim(fields, width, heads),
         "ffn_width": fields.size("feed_forward_length"),
         "context_limit": fields.size("context_length"),
     }
 
 
-def _single(value: float) -> float:
-    """The shortest decimal of a stored single: 9.999999747378752e-06 was written as 1e-05.
-
-    So a GGUF and a config.json of one model give one spec.
-    """
-    return float(str(np.float32(value)))
-
-
 def _positions(
-    fields: _Metadata, family: GgufFamily, read: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+    fields: Metadata, family: GgufFamily, read: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, PositionScheme]:
     if family.positions == "learned":
         return {"positions": PositionScheme(kind="learned", dims=read["context_limit"])}
     if family.positions == "alibi":
         return {"positions": PositionScheme(kind="alibi", dims=read["heads"])}
     sizes = read["head_dim"], read["context_limit"]
-    return {"positions": gguf_rope_scheme(fields, fields.arch, *sizes, family.partial, stored)}
+    options = family.partial, family.yarn_truncate
+    return {"positions": gguf_rope_scheme(fields, fields.arch, *sizes, *options, stored)}
 
 
-def _experts(fields: _Metadata, family: GgufFamily) -> dict[str, int]:
+def _experts(fields: Metadata, family: GgufFamily) -> dict[str, int]:
     if not family.experts:
         return {}
     found = {
@@ -112,7 +103,7 @@ def _experts(fields: _Metadata, family: GgufFamily) -> dict[str, int]:
     return found
 
 
-def _layers(fields: _Metadata, family: GgufFamily, read: Mapping[str, Any]) -> dict[str, Any]:
+def _layers(fields: Metadata, family: GgufFamily, read: Mapping[str, Any]) -> dict[str, Any]:
     """Windows, and the positions of layers with one where these have their own."""
     if not family.window:
         return {}
@@ -141,29 +132,6 @@ def _scales(family: GgufFamily, read: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _head_dim(fields: _Metadata, width: int, heads: int) -> int:
-    key = fields.key("attention.key_length")
-    if key not in fields and width % heads:
-        raise fields.unsupported(fields.key("attention.head_count"), heads, f"it does not divide the width {width}")
-    head_dim = fields.integer(key, width // heads)
-    fields.expect(fields.key("attention.value_length"), (head_dim,))
-    return head_dim
-
-
-def _vocab_size(fields: _Metadata, stored: Mapping[str, StoredTensor]) -> int:
-    """The rows of the embedding; metadata may say it too and must agree."""
-    if "token_embd.weight" not in stored:
-        raise CheckpointError(
-            "tensor token_embd.weight is missing",
-            field="token_embd.weight",
-            reason="MISSING_TENSOR",
-            remedy="the checkpoint is incomplete; fetch it again",
-        )
-    vocab_size = stored["token_embd.weight"].shape[0]
-    fields.expect(fields.key("vocab_size"), (vocab_size,))
-    return vocab_size
-
-
 def _eos(fields: Fields) -> tuple[int, ...]:
     """The end of text, and the end of a turn or message where the file has them."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -171,7 +139,7 @@ def _eos(fields: Fields) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
-def _refuse_rest(fields: _Metadata, family: GgufFamily) -> None:
+def _refuse_rest(fields: Metadata, family: GgufFamily) -> None:
     for name in family.harmless:
         fields.take(fields.key(name), None)
     for name, value in family.fixed.items():

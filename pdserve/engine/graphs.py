@@ -58,6 +58,8 @@ def record_cuda(work: Work) -> Work:
 
 def why_not(spec: ModelSpec) -> str:
     """What keeps a model's decode steps from being recorded; empty: nothing does."""
+    if any(shape.kernel for shape in spec.layer_shapes):
+        return "short convolutions"
     return "experts are chosen step by step" if spec.experts else ""
 
 
@@ -152,9 +154,10 @@ class DecodeGraphs:
         return StepOutput(logits, counters, (len(chunks),) * self._cache.layers)
 
     def _counters(self, ends: list[int]) -> StepCounters:
-        windows = [self._spec.window(layer) for layer in range(self._spec.layers)]
-        pairs = sum(min(end, window or end) for window in windows for end in ends)
-        return StepCounters(len(ends) * self._spec.layers, pairs * self._spec.heads)
+        layers = range(self._spec.layers)
+        scores = [(self._spec.window(i), shape.heads) for i in layers if (shape := self._spec.shape_of(i)).kv_heads]
+        pairs = sum(min(end, window or end) * heads for window, heads in scores for end in ends)
+        return StepCounters(len(ends) * self._spec.layers, pairs)
 
     def _graph(self, batch: int, pages: int) -> _Recorded:
         key = (batch, pages)
@@ -201,7 +204,7 @@ def _static_batch(
         chunks=[], ids=ids, positions=positions, places=ends - 1, slots=slots, stale=slots[:0],
         wanted=[], wanted_rows=slots[:0], cache=cache,
     )  # fmt: skip
-    batch.groups = [Group(0, len(ids), cache.gather_index(table), len(ids), keys, decode=True)]
+    batch.groups = [Group(0, len(ids), cache.tables(table), len(ids), keys, decode=True)]
     return batch
 
 

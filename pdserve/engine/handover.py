@@ -13,13 +13,14 @@ from pdserve.errors import Internal
 
 
 class _RowIndex:
-    """Remembers `rows` of the ranges asked for last: every layer and plane asks for the same."""
+    """Remembers `rows` of the ranges asked for last: all planes of one shape ask for the same."""
 
     def __init__(self, cache: PagedCache, pages: tuple[int, ...]) -> None:
-        self._rows = lru_cache(maxsize=8)(lambda heads, tokens: cache.rows(heads, tokens, pages))
+        self._cache = cache
+        self._rows = lru_cache(maxsize=8)(lambda shape, heads, tokens: cache.rows(shape, heads, tokens, pages))
 
-    def __call__(self, heads: Range, tokens: Range) -> Rows:
-        return self._rows(heads, tokens)
+    def __call__(self, plane: str, layer: int, heads: Range, tokens: Range) -> Rows:
+        return self._rows(self._cache.shape(plane, layer), heads, tokens)
 
 
 class SequenceSource:
@@ -37,7 +38,7 @@ class SequenceSource:
     def read_into(self, plane: str, layer: int, heads: Range, tokens: Range, out: memoryview) -> None:
         """The canonical payload, copied into `out`. Raises Internal as `read`, or for another size."""
         _inside(tokens, self._range)
-        self._cache.read_rows(plane, layer, self._rows(heads, tokens), out)
+        self._cache.read_rows(plane, layer, self._rows(plane, layer, heads, tokens), out)
 
 
 class SequenceSink:
@@ -64,7 +65,7 @@ class SequenceSink:
         _inside(tokens, self._range)
         if self._dtype != self._cache.dtype:
             payload = cast_bytes(payload, self._dtype, self._cache.dtype)
-        self._cache.write_rows(plane, layer, self._rows(heads, tokens), payload)
+        self._cache.write_rows(plane, layer, self._rows(plane, layer, heads, tokens), payload)
 
 
 def _inside(tokens: Range, allowed: Range) -> None:

@@ -14,6 +14,7 @@ from pdserve.engine.digest import model_digest
 from pdserve.engine.family import Family
 from pdserve.engine.hf_config import find_family, spec_from_config
 from pdserve.engine.loaded import LoadedModel
+from pdserve.engine.mxfp4 import unpacked
 from pdserve.engine.safetensors_file import open_safetensors
 from pdserve.engine.spec import ModelSpec
 from pdserve.engine.stored import StoredTensor, assemble, own_dtype
@@ -38,13 +39,14 @@ def load_directory(path: Path, dtype: str, device: str, files: CheckpointFiles) 
         dtype = own_dtype(stored, config.get("dtype", config.get("torch_dtype")))
     contents = [files.digests(file, tensors) for file, tensors in opened.items()]
     digest = model_digest(spec, stored, {name: value for part in contents for name, value in part.items()})
+    weights = unpacked(stored) if family.packed else stored
     tensors = assemble(
         spec,
-        family.naming.sources(spec, _missing_prefix(family, stored)),
-        _untie(family, spec, stored),
+        family.naming.sources(spec, _missing_prefix(family, weights)),
+        _untie(family, spec, weights),
         dtype,
         device,
-        family.naming.harmless,
+        family.naming.ignored(spec),
     )
     return LoadedModel(path.resolve().name, spec, tensors, dtype, digest, path, sources=family.naming.sources(spec))
 

@@ -11,6 +11,7 @@ from pdserve.engine.family import FIXED_KEYS, HARMLESS_KEYS, REQUIRED, Family, K
 from pdserve.engine.fields import Fields
 from pdserve.engine.hf_layers import layer_fields
 from pdserve.engine.hf_rope import read_scheme, rope_object
+from pdserve.engine.mxfp4 import check_quantization
 from pdserve.engine.rope_scaling import within
 from pdserve.engine.spec import ModelSpec
 from pdserve.engine.validate import MAX_LAYERS
@@ -50,7 +51,7 @@ def spec_from_config(family: Family, config: Mapping[str, Any], generation: Mapp
 
     Raises CheckpointError naming the key that is missing, wrong, unsupported or unknown.
     """
-    fields = Fields(config, where)
+    fields = Fields(_text_config(family, config, where), where)
     read = dict(family.traits)
     for name, key in family.keys.items():
         read[name] = _read(fields, key, read)
@@ -67,10 +68,25 @@ def spec_from_config(family: Family, config: Mapping[str, Any], generation: Mapp
         bos_id=_first(token_ids(fields.take("bos_token_id", generation.get("bos_token_id")), "bos_token_id", where)),
         eos_ids=_eos(fields, generation, where),
     )
+    if family.packed:
+        check_quantization(fields)
     for name, allowed in {**FIXED_KEYS, **family.fixed}.items():
         fields.expect(name, allowed)
     fields.finish((HARMLESS_KEYS | family.harmless).__contains__)
     return within(spec, 0)
+
+
+def _text_config(family: Family, config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """What a config.json says of the text model: all of it, or one object in it, with what holds for all its models."""
+    if not family.inner:
+        return config
+    fields = Fields(config, where)
+    inner = fields.take(family.inner)
+    if not isinstance(inner, dict):
+        raise fields.unsupported(family.inner, inner, "expected an object")
+    common = {key: fields.take(key) for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings") if key in fields}
+    fields.finish((HARMLESS_KEYS | family.outer).__contains__)
+    return {**inner, **common}
 
 
 def token_ids(value: object, key: str, where: str) -> tuple[int, ...]:
@@ -129,6 +145,8 @@ def _head_dim(family: Family, fields: Fields, read: Mapping[str, Any]) -> int:
 
 def _positions(family: Family, fields: Fields, read: Mapping[str, Any]) -> dict[str, PositionScheme]:
     """`positions`, and `local_positions` of the layers with a window where these have their own."""
+    if family.positions == "by layer":
+        return {}
     if family.positions == "learned":
         return {"positions": PositionScheme(kind="learned", dims=read["context_limit"])}
     if family.positions == "alibi":

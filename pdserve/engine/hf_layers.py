@@ -11,6 +11,8 @@ from typing import Any
 from cache_transfer.contract import PositionScheme
 from pdserve.engine.family import Family
 from pdserve.engine.fields import Fields
+from pdserve.engine.hf_gemma4 import gemma4_fields
+from pdserve.engine.lfm2 import hf_fields
 
 Read = Mapping[str, Any]  # what was read before: layers, positions, head_dim, context_limit
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -106,6 +108,10 @@ def _two_layouts(family: Family, fields: Fields, read: Read) -> dict[str, Any]:
     return {"kv_heads": 1 if one_key else kv_heads, "one_norm": found == 1}
 
 
+def _convolutions(family: Family, fields: Fields, read: Read) -> dict[str, Any]:
+    return hf_fields(fields, read)
+
+
 def _switched_window(fields: Fields) -> int | None:
     window: int | None = fields.integer("sliding_window", None)
     if not fields.flag("use_sliding_window", False):
@@ -142,4 +148,6 @@ _READERS: Mapping[str, Callable[[Family, Fields, Read], dict[str, Any]]] = {
     "some dense": _some_dense,
     "some dense, no windows": _some_dense_without_windows,
     "two layouts": _two_layouts,
+    "convolutions": _convolutions,
+    "gemma4": lambda family, fields, read: gemma4_fields(fields, read),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from cache_transfer.contract import PositionScheme
 from pdserve.engine.fields import Fields
-from pdserve.engine.rope_scaling import longrope_parameters
+from pdserve.engine.rope_scaling import longrope_parameters, proportional
 from pdserve.errors import CheckpointError
 
 _LLAMA3 = ("factor", "high_freq_factor", "low_freq_factor")
@@ -64,6 +64,8 @@ def read_scheme(fields: Fields, scaling: Fields, keys: RopeKeys, head_dim: int, 
             reason="UNKNOWN_ROPE_TYPE",
             remedy=f"supported are {', '.join(keys.scalings)}",
         )
+    if kind == "proportional":
+        return _proportional(scaling, theta, head_dim)
     dims = _dims(fields, scaling, keys, head_dim)
     original = _original(fields, scaling, keys, kind, context)
     parameters = _PARAMETERS[kind](scaling, original, context, dims)
@@ -95,6 +97,15 @@ def llama3(theta: float, dims: int, parameters: Mapping[str, float], original: i
         scaling_parameters=tuple(sorted(parameters.items())),
         original_max_positions=original,
     )
+
+
+def _proportional(scaling: Fields, theta: float, head_dim: int) -> PositionScheme:
+    share, factor = scaling.number("partial_rotary_factor", 1.0), scaling.number("factor", 1.0)
+    rotated = int(share * head_dim // 2)
+    if not 1 <= rotated <= head_dim // 2:
+        raise scaling.unsupported("partial_rotary_factor", share, f"it rotates {rotated} pairs of a head of {head_dim}")
+    scaling.finish(lambda key: False)
+    return proportional(theta, head_dim, rotated, factor)
 
 
 def _either(fields: Fields, scaling: Fields, key: str, inner: str, default: float) -> float:

@@ -15,10 +15,12 @@ can take: one token's, or all of them where the tokens are many and the router s
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdserve.engine.spec import ModelSpec
+from pdserve.engine.spec import LayerShape, ModelSpec
+from pdserve.engine.weights import kept
 from pdserve.errors import InvalidRequest
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "float64": 8}
@@ -157,15 +159,24 @@ def ledger(spec: ModelSpec, step: Step, dtype: str = "fp32", kv_dtype: str = "")
         rows.append(linear("input projection", embed_width, width, step.rows, (b, n, width)))
     if spec.positions.kind == "learned":
         rows.append(Row("position table", (b, n, width), weight_bytes=n * width * size))
+    own = spec.layer_input_width
+    if own:
+        every = spec.layers * own
+        rows.append(Row("embedding of each layer", (b, n, every), weight_bytes=step.rows * every * size))
+        rows.append(linear("inputs of each layer", width, every, step.rows, (b, n, every)))
     rows.append(Row("layer input", (b, n, width)))
     rows += _attention(spec, step, size, kv_size)
     mixtures = sum(spec.has_experts(layer) for layer in range(spec.layers))
     rows += _experts(spec, step, size, mixtures) if mixtures else ()
-    ffn, dense = (b, n, spec.ffn_width), spec.layers - mixtures
-    if dense:
+    dense = Counter(spec.ffn_of(i) for i in range(spec.layers) if spec.experts_beside or not spec.has_experts(i))
+    for ffn, layers in dense.items():
+        suffix = f" ({ffn})" if len(dense) > 1 else ""
         for name in ("gate", "up") if spec.mlp == "gated" else ("up",):
-            rows.append(linear(name, width, spec.ffn_width, step.rows, ffn, dense))
-        rows.append(linear("down", spec.ffn_width, width, step.rows, (b, n, width), dense))
+            rows.append(linear(f"{name}{suffix}", width, ffn, step.rows, (b, n, ffn), layers))
+        rows.append(linear(f"down{suffix}", ffn, width, step.rows, (b, n, width), layers))
+    if own:
+        rows.append(linear("own input gate", width, own, step.rows, (b, n, own), spec.layers))
+        rows.append(linear("own input projection", own, width, step.rows, (b, n, width), spec.layers))
     rows.append(Row("layer output", (b, n, width)))
     last = (b, 1, width)
     if spec.out_width:
@@ -195,22 +206,50 @@ def check_step(spec: ModelSpec, step: Step) -> None:
 
 
 def _attention(spec: ModelSpec, step: Step, size: int, kv_size: int) -> Iterable[Row]:
-    """Projections, scores, weighted sum and output, of one layer each."""
-    b, n, d, layers = step.batch, step.tokens, spec.head_dim, spec.layers
-    query, key = (b, spec.heads, n, d), (b, spec.kv_heads, n, d)
-    for name, heads, shape in (("query", spec.heads, query), ("key", key[1], key), ("value", key[1], key)):
+    """Projections, scores, weighted sum and output, of one layer of each kind."""
+    kinds: dict[tuple[LayerShape, tuple[str, ...]], list[int]] = {}
+    for layer in range(spec.layers):
+        kinds.setdefault((spec.shape_of(layer), kept(spec, layer)), []).append(layer)
+    for (shape, made), layers in kinds.items():
+        suffix = f" ({shape.heads}/{shape.kv_heads} x {shape.head_dim})" if len(kinds) > 1 else ""
+        yield from _attention_of(spec, step, size, kv_size, shape, made, layers, suffix)
+
+
+def _attention_of(
+    spec: ModelSpec, step: Step, size: int, kv_size: int, shape: LayerShape, made: tuple[str, ...],
+    layers: list[int], suffix: str,
+) -> Iterable[Row]:  # fmt: skip
+    """Of layers of one shape that make the same of k and v."""
+    if shape.kernel:
+        yield from _convolution(spec, step, size, kv_size, shape, len(layers))
+        return
+    b, n, d, heads, times = step.batch, step.tokens, shape.head_dim, shape.heads, len(layers)
+    query, key = (b, heads, n, d), (b, shape.kv_heads, n, d)
+    if shape.kv_heads:
         flops, weights = linear_cost(step.rows, spec.width, heads * d, size)
-        written = 0 if name == "query" else math.prod(shape) * kv_size
-        yield Row(name, shape, layers, flops, weights, written)
+        yield Row(f"query{suffix}", query, times, flops, weights)
+    for name, product in (("key", "k"), ("value", "v")) if made else ():
+        flops, weights = linear_cost(step.rows, spec.width, key[1] * d, size) if product in made else (0, 0)
+        yield Row(f"{name}{suffix}", key, times, flops, weights, math.prod(key) * kv_size)
     # A layer with a window reads and scores no more than the window of each query.
-    for keys, times in sorted(_visible(spec, step).items(), reverse=True):
-        suffix = "" if keys == step.keys else f" (window {keys})"
-        product = 2 * b * spec.heads * n * keys * d
-        read = b * spec.kv_heads * keys * d * kv_size
-        yield Row(f"scores{suffix}", (b, spec.heads, n, keys), times, product, cache_bytes=read)
-        yield Row(f"weighted sum{suffix}", query, times, product, cache_bytes=read)
-    flops, weights = linear_cost(step.rows, spec.heads * d, spec.width, size)
-    yield Row("attention output", (b, n, spec.width), layers, flops, weights)
+    for keys, windows in sorted(_visible(spec, step, layers).items(), reverse=True) if shape.kv_heads else ():
+        kind = suffix if keys == step.keys else f"{suffix} (window {keys})"
+        flops, read = 2 * b * heads * n * keys * d, b * shape.kv_heads * keys * d * kv_size
+        yield Row(f"scores{kind}", (b, heads, n, keys), windows, flops, cache_bytes=read)
+        yield Row(f"weighted sum{kind}", query, windows, flops, cache_bytes=read)
+    if heads:
+        flops, weights = linear_cost(step.rows, heads * d, spec.width, size)
+        yield Row(f"attention output{suffix}", (b, n, spec.width), times, flops, weights)
+
+
+def _convolution(spec: ModelSpec, step: Step, size: int, kv_size: int, shape: LayerShape, times: int) -> Iterable[Row]:
+    """Short convolutions: each row reads those of the tokens before it, and keeps its own."""
+    b, n, width, kernel = step.batch, step.tokens, shape.head_dim, shape.kernel
+    for name, inputs, outputs in (("convolution in", spec.width, 3 * width), ("convolution out", width, spec.width)):
+        flops, weights = linear_cost(step.rows, inputs, outputs, size)
+        yield Row(name, (b, n, outputs), times, flops, weights)
+    moved = b * (n + min(step.keys, n + kernel - 1)) * width * kv_size
+    yield Row("convolution", (b, n, width), times, 2 * b * n * width * kernel, width * kernel * size, moved)
 
 
 def _experts(spec: ModelSpec, step: Step, size: int, times: int) -> Iterable[Row]:
@@ -237,10 +276,10 @@ def _experts(spec: ModelSpec, step: Step, size: int, times: int) -> Iterable[Row
             yield Row(name, (b, n, outputs), times, flops, weights)
 
 
-def _visible(spec: ModelSpec, step: Step) -> dict[int, int]:
+def _visible(spec: ModelSpec, step: Step, layers: Iterable[int]) -> dict[int, int]:
     """Keys a layer has to read -> number of such layers."""
     found: dict[int, int] = {}
-    for layer in range(spec.layers):
+    for layer in layers:
         window = spec.window(layer)
         keys = min(step.keys, window + step.tokens - 1) if window else step.keys
         found[keys] = found.get(keys, 0) + 1

@@ -165,8 +165,13 @@ class Recording:
                 for name in parts[0].layers[index]
             }
             k, v = (t.transpose(0, 1) for t in cache.sequence(index, pages, len(ids)))  # [n, Hkv, d]
+            if not cache.planes[index]:
+                cached.append(len(ids))  # nothing to hold, hence nothing missing
+                layers.append(layer)
+                continue
             cached.append(int((k.flatten(1).any(1) | v.flatten(1).any(1)).sum()))  # never written: zero
-            layers.append({**layer, "k": Rows.of(k, count), "v": Rows.of(v, count)})
+            kept = {name: Rows.of(t, count) for name, t in (("k", k), ("v", v)) if t.shape[1]}
+            layers.append({**layer, **kept})
         positions = tuple(position for part in parts for position in part.positions)
         scores = tuple(row.detach().cpu().clone() for row in logits)
         return Observed(ids, prompt_tokens, positions, tuple(layers), tuple(cached), scores, tuple(outputs))
@@ -182,7 +187,7 @@ def _part(chunk: Chunk, trace: StepTrace, rows: slice) -> Part:
     layers = tuple(
         {
             "x": layer.x[rows].cpu(),  # a device has its memory for serving
-            "attended": layer.attended[rows].cpu(),
+            **({"attended": layer.attended[rows].cpu()} if layer.attended.shape[1] else {}),
             "y": layer.y[rows].cpu(),
             "visible": torch.stack([layer.first[rows], layer.end[rows]], 1).cpu(),
         }

@@ -78,8 +78,14 @@ def _why_not(spec: ModelSpec, cache: PagedCache) -> str:
         return f"kv_dtype {cache.dtype_name}"
     if spec.head_dim not in HEAD_DIMS:
         return f"heads of {spec.head_dim}"
+    if spec.layer_shapes:
+        return "layers of unequal shapes"
+    if spec.kv_layers:
+        return "layers that read another's cache"
     if spec.positions.kind == "alibi":
         return "ALiBi"
+    if spec.attention_sinks:
+        return "attention sinks"
     if len({spec.window(layer) for layer in range(spec.layers)}) > 1:
         return "windows that differ between layers"
     return ""
@@ -172,9 +178,10 @@ def page_lists(table: Tensor, seen: Tensor, page_size: int) -> tuple[Tensor, Ten
 
 def page_views(cache: PagedCache, layer: int) -> tuple[Tensor, Tensor]:
     """K and V of one layer: [pages, Hkv, page_size, d] (hnd) or [pages, page_size, Hkv, d] (nhd); views, no copy."""
-    planes = cache.storage[layer]
+    k, v = cache.planes[layer].values()
+    size, d = cache.page_size, k.shape[-1]
     if cache.heads_first:
-        k, v = (plane.unflatten(1, (-1, cache.page_size)).transpose(0, 1) for plane in planes)
+        k, v = (plane.view(len(plane), -1, size, d).transpose(0, 1) for plane in (k, v))
     else:
-        k, v = (plane.unflatten(0, (-1, cache.page_size)) for plane in planes)
+        k, v = (plane.view(-1, size, plane.shape[1], d) for plane in (k, v))
     return k, v

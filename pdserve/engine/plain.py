@@ -20,6 +20,7 @@ from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import wide
 from pdserve.engine.model import Decoder
 from pdserve.engine.positions import RotaryTable, alibi_slopes
+from pdserve.engine.weights import layer_tensors
 
 
 class StepWork(Protocol):
@@ -30,7 +31,7 @@ class StepWork(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, read: Reads) -> Tensor:
-        """q [T, Hq, d] against the cached keys of each row's own sequence -> [T, Hq, d]."""
+        """q [T, Hq, d] against the cached keys of each row's own sequence -> [T, Hq, d]; q itself without any keys."""
         ...
 
     def output(self, layer: int, x: Tensor, o: Tensor) -> Tensor:
@@ -55,6 +56,12 @@ class PlainPath:
     def embed(self, batch: Batch) -> Tensor:
         """The residual stream before the first layer, [T, width]."""
         return self.rows(lambda ids, at: (self.decoder.embed(ids, at),), batch.ids, batch.positions)[0]
+
+    def layer_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """What each layer adds for itself, [T, layers, width of it]; nothing for most models."""
+        if self.decoder.inputs is None:
+            return ()
+        return self.rows(self.decoder.layer_inputs, batch.ids, batch.positions)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [R, width] -> raw scores [R, vocab_size]."""
@@ -86,23 +93,34 @@ class PlainPath:
 
         with torch.inference_mode():
             places = torch.arange(deterministic.ROWS, device=weights.device)
-            x, o = sample(spec.width), sample(spec.heads, spec.head_dim)
-            for layer in {self.tables[layer]: layer for layer in range(spec.layers)}.values():
-                cos, sin = self.rotation(self.tables[layer], places % self.cache.capacity)
-                inputs = partial(decoder.attention_inputs, layer)
-                deterministic.check_rows("attention inputs", inputs, x, cos, sin)
-            for layer in {spec.has_experts(layer): layer for layer in range(spec.layers)}.values():
-                output = partial(decoder.attention_output, layer)
-                deterministic.check_rows("attention output", lambda *r, output=output: (output(*r),), x, o)
+            x = sample(spec.width)
             deterministic.check_rows("logits", lambda r: (decoder.logits(r),), x)
-            keys = torch.randn(2, spec.kv_heads, 100, spec.head_dim, generator=generator, dtype=wide(weights.dtype))
-            k, v = keys.to(weights.device)
-            deterministic.check_rows(
-                "attention",
-                lambda q, e: (deterministic.attend(q, k, v, e * 0, e, spec.scale, spec.soft_cap, self.slopes),),
-                o.to(k.dtype),
-                places * 6 + 1,
-            )
+            own = (sample(spec.layer_input_width),) if spec.layer_input_width else ()
+            if own:
+                deterministic.check_rows("layer inputs", decoder.layer_inputs, places % spec.vocab_size, places)
+            kinds = {(self.tables[i], tuple(layer_tensors(spec, i).items())): i for i in range(spec.layers)}
+            for layer in kinds.values():
+                shape, sinks = spec.shape_of(layer), decoder.layers[layer].sinks
+                cos, sin = self.rotation(self.tables[layer], places % self.cache.capacity)
+                inputs, output = partial(decoder.attention_inputs, layer), partial(decoder.attention_output, layer)
+                deterministic.check_rows("attention inputs", inputs, x, cos, sin)
+                o = sample(shape.heads, shape.head_dim)
+                deterministic.check_rows(
+                    "attention output", lambda x, o, *own, output=output: (output(x, o, None, *own),), x, o, *own
+                )
+                if not shape.kv_heads or shape.kernel:
+                    continue
+                k, v = (sample(shape.kv_heads, 7, shape.head_dim).transpose(0, 1).flatten(1, 2) for _ in "kv")
+                attend = partial(
+                    deterministic.attend,
+                    scale=spec.scale_of(layer),
+                    soft_cap=spec.soft_cap,
+                    slopes=self.slopes,
+                    sinks=sinks,
+                )
+                deterministic.check_rows(
+                    "attention", lambda q, e, k=k, v=v, attend=attend: (attend(q, k, v, e * 0, e),), o, places * 6 + 1
+                )
 
 
 class _PlainStep:
@@ -112,6 +130,7 @@ class _PlainStep:
         self._decoder, self._cache = path.decoder, path.cache
         self._adapters = batch.adapters
         self._which = () if batch.adapters is None else (batch.adapters.which,)
+        self._inputs = path.layer_inputs(batch)
 
     def inputs(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         def inputs(x: Tensor, cos: Tensor, sin: Tensor, *which: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,33 +141,46 @@ class _PlainStep:
         return q, k, v
 
     def attend(self, layer: int, q: Tensor, read: Reads) -> Tensor:
-        spec, parts = self._decoder.spec, []
+        spec, parts, sinks = self._decoder.spec, [], self._decoder.layers[layer].sinks
+        convolution = self._decoder.layers[layer].conv
+        if convolution is not None:
+            rows = self._cache.tokens(layer, self._batch.before(read.window))  # [T, L, 1, width]
+            return q * convolution(rows[:, :, 0].to(q.dtype))[:, None]
+        if not spec.shape_of(layer).kv_heads:
+            return q
+        scale = spec.scale_of(layer)
         for number, group in enumerate(self._batch.groups):
             rows = slice(group.first_row, group.end_row)
-            k, v = self._cache.gather(layer, group.index, group.batch)  # [Hkv, B, m, d]
+            k, v = self._cache.gather(spec.kv_layer(layer), group.tables, group.batch)  # [Hkv, B, m, d]
             if self._path.deterministic:
-                parts.append(self._attend_fixed(q[rows], k, v, read.first[rows], read.end[rows]))
+                parts.append(self._attend_fixed(q[rows], k, v, read.first[rows], read.end[rows], scale, sinks))
             elif group.decode:
                 k, v = k.to(q.dtype), v.to(q.dtype)
                 bias = read.bias(number, group, q.dtype, k.shape[2], self._path.slopes)
-                parts.append(attention.decode(q[rows], k, v, bias, spec.scale, spec.soft_cap))
+                parts.append(attention.decode(q[rows], k, v, bias, scale, spec.soft_cap, sinks))
             else:
                 k, v = k[:, 0, : group.keys].to(q.dtype), v[:, 0, : group.keys].to(q.dtype)
                 blocks = read.blocks(number, group, q.dtype)
-                parts.append(attention.prefill(q[rows], k, v, blocks, spec.scale, spec.soft_cap, self._path.slopes))
+                heads = self._path.slopes, sinks
+                parts.append(attention.prefill(q[rows], k, v, blocks, scale, spec.soft_cap, *heads))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def output(self, layer: int, x: Tensor, o: Tensor) -> Tensor:
-        def output(x: Tensor, o: Tensor, *which: Tensor) -> tuple[Tensor]:
-            return (self._decoder.attention_output(layer, x, o, self._add(layer, *which)),)
+        own = tuple(inputs[:, layer] for inputs in self._inputs)
 
-        return self._path.rows(output, x, o, *self._which)[0]
+        def output(x: Tensor, o: Tensor, *more: Tensor) -> tuple[Tensor]:
+            add = self._add(layer, *more[len(own) :])
+            return (self._decoder.attention_output(layer, x, o, add, *more[: len(own)]),)
+
+        return self._path.rows(output, x, o, *own, *self._which)[0]
 
     def _add(self, layer: int, *which: Tensor) -> Add | None:
         """What the adapters of these rows add to the layer's products."""
         return self._adapters.at(layer, *which) if self._adapters is not None else None
 
-    def _attend_fixed(self, q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    def _attend_fixed(
+        self, q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """Deterministic mode: one sequence after the other, in fp32 or float64."""
         accurate, spec = wide(q.dtype), self._decoder.spec
         batch = k.shape[1]
@@ -157,9 +189,8 @@ class _PlainStep:
         for b in range(batch):
             rows = slice(b * per, (b + 1) * per)
             keys, values = k[:, b].to(accurate), v[:, b].to(accurate)
-            out = deterministic.attend(
-                q[rows].to(accurate), keys, values, first[rows], end[rows], spec.scale, spec.soft_cap, self._path.slopes
-            )
+            own, heads = (q[rows].to(accurate), keys, values, first[rows], end[rows]), (self._path.slopes, sinks)
+            out = deterministic.attend(*own, scale, spec.soft_cap, *heads)
             outputs.append(out.to(q.dtype))
         return torch.cat(outputs)
 

@@ -78,11 +78,13 @@ def alibi_slopes(spec: ModelSpec, device: str = "cpu") -> Tensor | None:
 
 def check_schemes(spec: ModelSpec) -> None:
     """Raises CheckpointError naming the position option that this engine cannot run."""
-    check_scheme(spec.positions, spec.head_dim, ("rope", "learned", "alibi", "none"))
+    shapes = [spec.shape_of(layer) for layer in range(spec.layers)]
+    check_scheme(spec.positions, max(shape.head_dim for shape in shapes), ("rope", "learned", "alibi", "none"))
     if spec.layer_positions and len(spec.layer_positions) != spec.layers:
         raise _unsupported("layer_positions", len(spec.layer_positions), f"one scheme for each of {spec.layers} layers")
-    for scheme in dict.fromkeys(spec.layer_positions):
-        check_scheme(scheme, spec.head_dim, ("rope", "none"))
+    for layer, scheme in enumerate(spec.layer_positions or (spec.positions,) * spec.layers):
+        if shapes[layer].kv_heads:
+            check_scheme(scheme, shapes[layer].head_dim, ("rope", "none") if spec.layer_positions else (scheme.kind,))
     if spec.layer_positions and spec.positions.kind != "rope":
         raise _unsupported("layer_positions", spec.positions.kind, "layers of their own beside rope only")
     if spec.positions.scaling == "dynamic" and spec.context_limit > spec.positions.original_max_positions:

@@ -1,10 +1,14 @@
 """The prefill contract for a rectangular batch: inputs checked, one snapshot in, logits and cache out.
 
+For whoever holds padded tensors, as a peer library gives them, and for the tests that hold the
+engine against one; no pool calls it. Workers get ragged prompts, have the same preconditions
+checked at admission (`check_token_ids` in pdserve/request.py) and when an engine is built, and
+run the same `Engine.step`.
+
 Takes [B, n] ids, a validity mask and positions, left or right padded; runs the valid tokens
-through `Engine.step` (the same code that serves) and returns each sequence's logits at its
-last valid position together with the cache of exactly that prefix. Padding never reaches
-the engine. What must hold before the first layer is in `check_inputs`, what must hold after
-the last one in `checks`.
+and returns each sequence's logits at its last valid position together with the cache of
+exactly that prefix. Padding never reaches the engine. What must hold before the first layer is
+in `check_inputs`, what must hold after the last one in `checks`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.engine.checks import INVARIANTS, check_step
+from pdserve.engine.checks import INVARIANTS, check_step, check_tokenizer
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, StepCounters, StepPlan
 from pdserve.engine.trace import StepTrace
@@ -78,16 +82,17 @@ def prefill(
     tables: Sequence[Sequence[int]],
     *,
     held: Sequence[int] | None = None,
-    tokenizer_size: int | None = None,
+    tokenizer_size: int = 0,
     chunk_tokens: int = 0,
     checks: frozenset[str] = INVARIANTS,
 ) -> PrefillResult:
     """Runs a batch of prompts; K and V land in the pages of `tables`.
 
-    tables: one block table per row. held: tokens that each row's pages hold already. Chunks
-    of `chunk_tokens` (0: whole). checks: names from `checks.CHECKS` to run after each step.
-    Raises InvalidRequest for a violated precondition, before the first layer; Internal for
-    a violated invariant.
+    tables: one block table per row. held: tokens that each row's pages hold already.
+    tokenizer_size: ids that the tokenizer knows (0: there is none). Chunks of `chunk_tokens`
+    (0: whole). checks: names from `checks.CHECKS` to run after each step.
+    Raises InvalidRequest for a violated precondition, before the first layer (ConfigError for
+    the tokenizer); Internal for a violated invariant.
     """
     starts = tuple(held) if held is not None else (0,) * inputs.input_ids.shape[0]
     check_inputs(engine, inputs, starts, tokenizer_size)
@@ -113,8 +118,8 @@ def prefill(
     return PrefillResult(next_logits, view, torch.tensor(lengths), counters)
 
 
-def check_inputs(engine: Engine, inputs: PrefillInputs, held: Sequence[int], tokenizer_size: int | None = None) -> None:
-    """The five preconditions, in the order of diagnosis. Raises InvalidRequest naming the one violated."""
+def check_inputs(engine: Engine, inputs: PrefillInputs, held: Sequence[int], tokenizer_size: int = 0) -> None:
+    """The five preconditions, in the order of diagnosis. Raises InvalidRequest (ConfigError for the tokenizer)."""
     _check_inference(engine, inputs)
     _check_sizes(engine, tokenizer_size)
     ids, mask, positions = inputs.input_ids, inputs.attention_mask, inputs.positions
@@ -150,16 +155,14 @@ def _check_positions(row: int, valid: Tensor, positions: Tensor, start: int) -> 
         raise _refused("POSITION_GAP", "positions", message, "number valid tokens on from the tokens held")
 
 
-def _check_sizes(engine: Engine, tokenizer_size: int | None) -> None:
+def _check_sizes(engine: Engine, tokenizer_size: int) -> None:
     vocab, decoder = engine.spec.vocab_size, engine.decoder
     sizes = {"embedding": decoder.embedding.shape[0], "output vocabulary": decoder.head.outputs}
     for name, size in sizes.items():
         if size != vocab:
             message = f"the {name} has {size} rows, the model {vocab} ids"
             raise _refused("SIZE_MISMATCH", name, message, "load one checkpoint's tensors")
-    if tokenizer_size is not None and tokenizer_size > vocab:
-        message = f"the tokenizer knows {tokenizer_size} ids, the model {vocab}"
-        raise _refused("SIZE_MISMATCH", "tokenizer", message, "use the model's own tokenizer")
+    check_tokenizer(engine.spec, tokenizer_size)
 
 
 def _check_inference(engine: Engine, inputs: PrefillInputs) -> None:

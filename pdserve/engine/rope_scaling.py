@@ -8,6 +8,7 @@
     yarn       the same idea with a ramp over the pairs; cos and sin are multiplied by `attention_factor` as well
     longrope   pair i divided by a factor of its own: `short.i`, or `long.i` where `long` is 1, which is for sequences
                beyond the original context; cos and sin are multiplied by `attention_factor`
+    proportional  the first `rotated` pairs keep their angles, divided by `factor`; the others do not turn
 
 Whether `long` holds is settled when a model is loaded (`within`): every key of a cache has the same frequencies,
 however long its sequence grows.
@@ -34,7 +35,9 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": _LLAMA3,
     "yarn": _YARN,
+    "proportional": ("factor", "rotated"),
 }
+_PLAIN = ("none", "linear", "proportional")  # without an original context
 SCALINGS = (*_PARAMETERS, "longrope")
 
 
@@ -43,6 +46,14 @@ def longrope_parameters(short: Sequence[float], long: Sequence[float], attention
     own = {"attention_factor": attention_factor, "long": 0.0}
     own |= {f"short.{i:03}": value for i, value in enumerate(short)}
     return own | {f"long.{i:03}": value for i, value in enumerate(long)}
+
+
+def proportional(theta: float, dims: int, rotated: int, factor: float = 1.0) -> PositionScheme:
+    """Of the pairs of a head only the first `rotated` turn. Where all do, it is a scheme that has another name."""
+    plain = PositionScheme(kind="rope", theta=theta, dims=dims)
+    if rotated < dims // 2:
+        return replace(plain, scaling="proportional", scaling_parameters=(("factor", factor), ("rotated", rotated)))
+    return plain if factor == 1.0 else replace(plain, scaling="linear", scaling_parameters=(("factor", factor),))
 
 
 def within(spec: ModelSpec, limit: int) -> ModelSpec:
@@ -74,6 +85,9 @@ def frequencies(scheme: PositionScheme, dtype: torch.dtype) -> Tensor:
     inverse: Tensor = 1.0 / (scheme.theta**exponents)
     if scheme.scaling == "linear":
         return inverse / parameters["factor"]
+    if scheme.scaling == "proportional":
+        turns = torch.arange(scheme.dims // 2) < parameters["rotated"]
+        return torch.where(turns, inverse / parameters["factor"], torch.zeros_like(inverse))
     if scheme.scaling == "llama3":
         return _llama3(inverse, parameters, original)
     if scheme.scaling == "yarn":
@@ -128,7 +142,7 @@ def check_scaling(scheme: PositionScheme) -> None:
         raise _unsupported("positions.scaling_parameters", sorted(found), f"exactly {', '.join(sorted(names))}")
     if any(not value for name, value in found.items() if name not in ("long", "truncate")):
         raise _unsupported("positions.scaling_parameters", 0.0, "factors above 0")
-    if scheme.scaling not in ("none", "linear") and scheme.original_max_positions < 1:
+    if scheme.scaling not in _PLAIN and scheme.original_max_positions < 1:
         wanted = f"{scheme.scaling} with the positions of the original context"
         raise _unsupported("positions.original_max_positions", scheme.original_max_positions, wanted)
 

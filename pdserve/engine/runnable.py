@@ -31,8 +31,50 @@ def check_spec(spec: ModelSpec) -> None:
         raise _unsupported("tied_head", "a tied head needs the embedding's width")
     if spec.positions.kind == "learned" and spec.positions.dims < spec.context_limit:
         raise _unsupported("context_limit", f"{spec.context_limit} exceeds a table of {spec.positions.dims} positions")
+    _check_shapes(spec)
+    _check_shared(spec)
     _check_combinations(spec)
     check_schemes(spec)
+
+
+def _check_shapes(spec: ModelSpec) -> None:
+    """Of layers that differ from one another."""
+    for name in ("layer_shapes", "layer_ffn", "kv_layers"):
+        if getattr(spec, name) and len(getattr(spec, name)) != spec.layers:
+            raise _unsupported(name, f"{len(getattr(spec, name))} entries for {spec.layers} layers")
+    for layer, shape in enumerate(spec.layer_shapes):
+        heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        if shape.kernel:
+            good = (heads, kv_heads, head_dim) == (1, 1, spec.width) and shape.kernel == spec.window(layer) > 0
+            good = good and bool(spec.layer_positions) and spec.layer_positions[layer].kind == "none"
+        elif kv_heads:
+            good = head_dim >= 1 and kv_heads >= 1 and heads >= 1 and heads % kv_heads == 0
+        else:  # an output projection of the stream itself, or nothing
+            good = heads * head_dim in (0, spec.width) and min(heads, head_dim) >= 0
+        if not good:
+            raise _unsupported("layer_shapes", f"layer {layer} has {heads} heads of {head_dim}, {kv_heads} KV heads")
+    if any(width < 0 for width in spec.layer_ffn):
+        raise _unsupported("layer_ffn", f"{min(spec.layer_ffn)} is not a size")
+    if not any(spec.planes()):
+        raise _unsupported("layer_shapes", "no layer caches anything")
+    whole = all(spec.ffn_of(layer) and spec.shape_of(layer).kv_heads for layer in range(spec.layers))
+    if not whole and (spec.norm_order != "pre" or spec.parallel):
+        raise _unsupported(
+            "norm_order", "a layer without attention or MLP needs norms before them, one after the other"
+        )
+    if spec.layer_shapes and spec.positions.kind == "alibi":
+        raise _unsupported("positions.kind", "ALiBi needs the same heads in every layer")
+
+
+def _check_shared(spec: ModelSpec) -> None:
+    """Of layers that read another's K and V, and of values that are keys."""
+    for layer, source in enumerate(spec.kv_layers):
+        shapes = [spec.shape_of(i) for i in (layer, source) if 0 <= i <= layer]
+        if len(shapes) < 2 or spec.kv_layer(source) != source or shapes[0] != shapes[1]:
+            message = f"layer {layer} cannot read what layer {source} keeps: an earlier one of its shape, with its own"
+            raise _unsupported("kv_layers", message)
+    if any(not 0 <= layer < spec.layers for layer in spec.key_is_value):
+        raise _unsupported("key_is_value", f"{spec.key_is_value} among {spec.layers} layers")
 
 
 def _check_combinations(spec: ModelSpec) -> None:
@@ -50,13 +92,22 @@ def _check_combinations(spec: ModelSpec) -> None:
     if spec.experts and spec.mlp != "gated":
         raise _unsupported("experts", "experts are gated MLPs")
     if spec.experts and spec.mlp_bias:
-        raise _unsupported("mlp_bias", "experts have no biases")
+        raise _unsupported("mlp_bias", "biases of experts are expert_bias")
     if not (1 <= spec.active_experts <= spec.experts if spec.experts else spec.active_experts == 0):
         raise _unsupported("active_experts", f"{spec.active_experts} of {spec.experts} experts")
     if bool(spec.experts) != (spec.expert_width > 0):
         raise _unsupported("expert_width", f"{spec.expert_width} for {spec.experts} experts")
     if spec.sigmoid_router and not spec.experts:
         raise _unsupported("sigmoid_router", "there are no experts")
+    if spec.layer_input_width < 0:
+        raise _unsupported("layer_input_width", f"{spec.layer_input_width} is not a size")
+    if spec.experts_beside and (spec.dense_layers or spec.norm_order != "sandwich"):
+        raise _unsupported("experts_beside", "an MLP with experts beside it is in every layer, between two norms")
+    for name in ("expert_bias", "swiglu_alpha", "swiglu_limit", "experts_beside"):
+        if getattr(spec, name) and not spec.experts:
+            raise _unsupported(name, "there are no experts")
+    if bool(spec.swiglu_alpha) != bool(spec.swiglu_limit):
+        raise _unsupported("swiglu_limit", f"{spec.swiglu_limit} with an alpha of {spec.swiglu_alpha}")
     if spec.shared_width < 0 or (spec.shared_width and not spec.experts):
         raise _unsupported("shared_width", f"{spec.shared_width} beside {spec.experts} experts")
     if any(not 0 <= layer < spec.layers for layer in spec.dense_layers) or (spec.dense_layers and not spec.experts):

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
 from cache_transfer.contract import AttentionScheme, CachePlane, PositionScheme
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads of one layer.
+
+    Without KV heads it caches nothing: its query heads are the normed input itself, which the output projection takes.
+    Without query heads there is nothing in attention's place, and no norm before it.
+    """
+
+    heads: int  # query heads
+    kv_heads: int  # divides heads; query head h reads KV head h * kv_heads // heads
+    head_dim: int
+    kernel: int = 0  # tokens of a short convolution (convolution.py): one head as wide as the stream; 0: attention
+
+    @property
+    def planes(self) -> tuple[CachePlane, ...]:
+        if not self.kv_heads:
+            return ()
+        if self.kernel:
+            return (CachePlane("conv", self.kv_heads, self.head_dim),)
+        return CachePlane("k", self.kv_heads, self.head_dim), CachePlane("v", self.kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -25,8 +50,8 @@ class ModelSpec:
     vocab_size: int
     width: int  # residual stream
     layers: int
-    heads: int  # query heads
-    kv_heads: int  # divides heads; query head h reads KV head h * kv_heads // heads
+    heads: int  # query heads; as the next two, of every layer unless `layer_shapes` says otherwise
+    kv_heads: int
     head_dim: int  # need not be width / heads
     ffn_width: int
     context_limit: int  # positions the model is defined for
@@ -72,6 +97,22 @@ class ModelSpec:
     qk_norm_each: bool = False  # the q/k norm is a layer norm without shift, with a scale for each head
     sigmoid_router: bool = False  # weights are sigmoids, not a softmax; a stored correction is added for the choice
     shared_width: int = 0  # inner width of an expert that every token takes as well, times sigmoid(gate); 0: none
+    attention_sinks: bool = False  # a learned score per query head takes its share of the softmax and gives nothing
+    expert_bias: bool = False  # of the router and of every expert
+    # Experts are (up + 1) * gate * sigmoid(alpha * gate), gate at most limit and up within +-limit; 0: act(gate) * up.
+    swiglu_alpha: float = 0.0
+    swiglu_limit: float = 0.0
+    layer_shapes: tuple[
+        LayerShape, ...
+    ] = ()  # per layer, where layers differ; (): heads, kv_heads, head_dim everywhere
+    conv_bias: bool = False  # of short convolutions and their projections
+    layer_ffn: tuple[int, ...] = ()  # per layer, where layers differ; (): ffn_width everywhere
+    kv_layers: tuple[int, ...] = ()  # per layer, the one whose K and V it reads, of its shape; (): each its own
+    key_is_value: tuple[int, ...] = ()  # layers whose V is K before its norm and rotation
+    v_norm: bool = False  # RMS norm over head_dim of v, without a scale
+    layer_scale: bool = False  # a learned factor on each layer's output
+    layer_input_width: int = 0  # of the embeddings that each layer adds for itself (layer_extras.py); 0: none
+    experts_beside: bool = False  # experts and MLP in the same layer, each with norms of its own (layer_extras.py)
 
     @property
     def scale(self) -> float:
@@ -80,6 +121,28 @@ class ModelSpec:
     def window(self, layer: int) -> int:
         """Tokens a query of this layer sees, itself included; 0: all."""
         return self.sliding_window[layer] if self.sliding_window else 0
+
+    def shape_of(self, layer: int) -> LayerShape:
+        return self.layer_shapes[layer] if self.layer_shapes else self._shape
+
+    @cached_property
+    def _shape(self) -> LayerShape:
+        return LayerShape(self.heads, self.kv_heads, self.head_dim)
+
+    def scale_of(self, layer: int) -> float:
+        """Factor on the scores of this layer."""
+        return self.attention_scale or self.shape_of(layer).head_dim ** -0.5
+
+    def ffn_of(self, layer: int) -> int:
+        return self.layer_ffn[layer] if self.layer_ffn else self.ffn_width
+
+    def kv_layer(self, layer: int) -> int:
+        """Whose K and V this layer reads: most often its own."""
+        return self.kv_layers[layer] if self.kv_layers else layer
+
+    def has_kv(self, layer: int) -> bool:
+        """Whether this layer makes K and V, and caches them."""
+        return self.kv_layer(layer) == layer and self.shape_of(layer).kv_heads > 0
 
     def positions_of(self, layer: int) -> PositionScheme:
         return self.layer_positions[layer] if self.layer_positions else self.positions
@@ -96,5 +159,19 @@ class ModelSpec:
         return AttentionScheme(scale=self.scale, soft_cap=self.soft_cap, sliding_window=windows)
 
     def planes(self) -> tuple[tuple[CachePlane, ...], ...]:
-        layer = (CachePlane("k", self.kv_heads, self.head_dim), CachePlane("v", self.kv_heads, self.head_dim))
-        return (layer,) * self.layers
+        """Of each layer; () where it caches nothing."""
+        return tuple(self.shape_of(layer).planes if self.has_kv(layer) else () for layer in range(self.layers))
+
+
+def shape_fields(shapes: Sequence[LayerShape]) -> dict[str, Any]:
+    """The fields of a spec whose layers have these shapes; what it says of all is that of the first with attention."""
+    first = next((shape for shape in shapes if shape.kv_heads and not shape.kernel), shapes[0])
+    unequal = tuple(shapes) if any(shape != first for shape in shapes) else ()
+    return {
+        "heads": first.heads, "kv_heads": first.kv_heads, "head_dim": first.head_dim, "layer_shapes": unequal
+    }  # fmt: skip
+
+
+def ffn_fields(widths: Sequence[int]) -> dict[str, Any]:
+    """The fields of a spec whose layers have MLPs of these widths."""
+    return {"ffn_width": max(widths), "layer_ffn": tuple(widths) if len(set(widths)) > 1 else ()}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,8 @@ class Source:
     stack: int = 0  # tensors that are stacked along a new first axis; 0: one, as it is
     add: float = 0.0  # to every value
     flat: bool = False  # a matrix of one row that is stored as a vector
+    squeezed: bool = False  # a matrix stored with an axis of one entry between its two, if the file has it
+    stacked: bool = False  # stored as a stack of such tensors, along a first axis that is ours as well
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,19 +76,29 @@ class Naming:
     modules: Mapping[str, str]  # canonical module -> stored module; {expert} or {head} where each has its own
     transposed: frozenset[str] = frozenset()  # canonical modules stored as [inputs, outputs]
     fused: tuple[tuple[str, ...], ...] = ()  # canonical modules that lie one after the other in one stored module
+    interleaved: tuple[tuple[str, ...], ...] = ()  # canonical modules whose rows take turns in one stored module
     per_head: bool = False  # what is fused alternates KV head by KV head, each after its query heads
     skipped: Mapping[str, int] = field(default_factory=dict)  # canonical module -> leading rows that nothing reads
     paired: frozenset[str] = frozenset()  # canonical modules whose rotary pairs are neighbours
     add_to_scales: float = 0.0  # what the stored scales of norms lack
     one_norm: Mapping[str, str] = field(default_factory=dict)  # modules with another name in a layer of one norm
-    complete: frozenset[str] = frozenset()  # canonical modules whose stored names have no suffix
+    complete: frozenset[str] = frozenset()  # canonical modules whose stored names are whole; that of a bias + _bias
+    stacked: frozenset[str] = frozenset()  # canonical modules whose experts lie in one stored tensor, each as said
+    squeezed: frozenset[str] = frozenset()  # canonical matrices that may be stored as [outputs, 1, inputs]
     flat: frozenset[str] = frozenset()  # canonical modules of one row that are stored as vectors
     harmless: tuple[str, ...] = ()  # patterns of stored buffers that carry no weights
+    unread: tuple[str, ...] = ()  # modules that a file may have, too, in layers that read another's K and V
 
     def sources(self, spec: ModelSpec, strip: str = "") -> dict[str, Source]:
         """Canonical name -> source; `strip` is a prefix that this file's names lack."""
         shapes = expected_tensors(spec)
         return {name: self._source(name, spec, shapes, strip) for name in shapes}
+
+    def ignored(self, spec: ModelSpec) -> tuple[str, ...]:
+        """Patterns of stored tensors that this model does not read."""
+        layers = [layer for layer in range(spec.layers) if spec.kv_layer(layer) != layer]
+        modules = [f"{self.layer.format(layer=layer)}{self.modules[name]}" for layer in layers for name in self.unread]
+        return (*self.harmless, *(rf"{re.escape(module)}\.(weight|bias)" for module in modules))
 
     def _source(self, name: str, spec: ModelSpec, shapes: Mapping[str, Shape], strip: str) -> Source:
         parts = name.split(".")
@@ -96,8 +108,10 @@ class Naming:
         if module not in modules:
             raise CheckpointError(f"this format has no place for tensor {name}", field=name)
         suffix = "bias" if parts[-1] in ("bias", "shift") else "weight"
-        stored = f"{layer}{modules[module]}{'' if module in self.complete else f'.{suffix}'}".removeprefix(strip)
-        heads = spec.heads if module in ("q", "q_norm") else spec.kv_heads
+        ending = {"weight": "", "bias": "_bias"}[suffix] if module in self.complete else f".{suffix}"
+        stored = f"{layer}{modules[module]}{ending}".removeprefix(strip)
+        shape = spec.shape_of(int(parts[1]) if layer else 0)
+        heads = shape.heads if module in ("q", "q_norm") else shape.kv_heads
         return Source(
             stored,
             transposed=module in self.transposed and suffix == "weight",
@@ -106,6 +120,8 @@ class Naming:
             stack=spec.experts if "{expert}" in stored else heads if "{head}" in stored else 0,
             add=self.add_to_scales if parts[-1] == "scale" else 0.0,
             flat=module in self.flat,
+            squeezed=module in self.squeezed and suffix == "weight",
+            stacked=module in self.stacked,
         )
 
     def _rows(self, name: str, module: str, spec: ModelSpec, shapes: Mapping[str, Shape]) -> dict[str, int]:
@@ -113,10 +129,16 @@ class Naming:
         if module in self.skipped:
             start, rows = self.skipped[module], shapes[name][0]
             return {"start": start, "rows": rows, "of": start + rows}
+        axis = int(module in self.stacked)
+        for together in self.interleaved:
+            if module in together:
+                at, rows = together.index(module), shapes[name][axis]
+                return {"groups": rows, "start": at, "rows": 1, "of": len(together)}
         for together in self.fused:
             if module in together:
-                at, groups = together.index(module), spec.kv_heads if self.per_head else 1
-                sizes = [shapes[name.replace(f".{module}.", f".{other}.")][0] // groups for other in together]
+                at = together.index(module)
+                groups = spec.shape_of(int(name.split(".")[1])).kv_heads if self.per_head else 1
+                sizes = [shapes[name.replace(f".{module}.", f".{other}.")][axis] // groups for other in together]
                 return {"groups": groups, "start": sum(sizes[:at]), "rows": sizes[at], "of": sum(sizes)}
         return {}
 
@@ -206,10 +228,14 @@ def _check_shapes(name: str, shape: Shape, source: Source, stored: Mapping[str, 
 
 def _canonical_shape(shape: Shape, source: Source) -> Shape:
     """() if it is not of as many rows as the source says."""
+    if source.stacked:
+        return (*shape[:1], *_canonical_shape(shape[1:], replace(source, stacked=False)))
     if source.transposed:
         shape = shape[::-1]
     if source.flat:
         shape = (1, *shape)
+    if source.squeezed and len(shape) == 3 and shape[1] == 1:
+        shape = shape[::2]
     if not source.of:
         return shape
     return (source.groups * source.rows, *shape[1:]) if shape[:1] == (source.groups * source.of,) else ()
@@ -217,14 +243,17 @@ def _canonical_shape(shape: Shape, source: Source) -> Shape:
 
 def arrange(tensor: Tensor, source: Source) -> Tensor:
     """A stored matrix, or anything with its rows, as the canonical one; only `transposed` touches columns."""
+    axis = int(source.stacked)  # of the rows
     if source.transposed:
-        tensor = tensor.T
+        tensor = tensor.transpose(axis, axis + 1)
     if source.flat:
         tensor = tensor[None]
+    if source.squeezed and tensor.dim() == 3:
+        tensor = tensor[:, 0]
     if source.of:
         # [groups, of, ...] -> [groups * rows, ...]
-        grouped = tensor.reshape(source.groups, source.of, *tensor.shape[1:])
-        tensor = grouped[:, source.start : source.start + source.rows].reshape(-1, *tensor.shape[1:])
+        grouped = tensor.reshape(*tensor.shape[:axis], source.groups, source.of, *tensor.shape[axis + 1 :])
+        tensor = grouped.narrow(axis + 1, source.start, source.rows).flatten(axis, axis + 1)
     if source.paired_heads:
         # [heads, pairs, 2, ...] -> [heads, 2, pairs, ...]: row 2i of a head moves to i, row 2i+1 to i + dims/2
         pairs = tensor.shape[0] // source.paired_heads // 2

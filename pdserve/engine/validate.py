@@ -21,7 +21,7 @@ def check_spec(spec: ModelSpec) -> None:
     _require(good_eps, "norm_eps", spec.norm_eps, "must be a positive number")
     for name in ("attention_scale", "embed_scale", "residual_scale", "logit_scale", "norm_offset"):
         _require(math.isfinite(getattr(spec, name)), name, getattr(spec, name), "must be a number")
-    for name in ("soft_cap", "logit_soft_cap"):
+    for name in ("soft_cap", "logit_soft_cap", "swiglu_alpha", "swiglu_limit"):
         cap = getattr(spec, name)
         _require(math.isfinite(cap) and cap >= 0, name, cap, "must be a positive number, or 0 for none")
     _require(all(w >= 0 for w in spec.sliding_window), "sliding_window", spec.sliding_window, "must not be negative")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pdserve.engine.spec import ModelSpec
+from pdserve.engine.spec import LayerShape, ModelSpec
 from pdserve.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -26,9 +26,11 @@ NORMS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def layer_norms(spec: ModelSpec) -> tuple[str, ...]:
-    """The norms that a layer of this spec has, without those of q and k."""
-    return tuple(name for name in NORMS.get(spec.norm_order, ()) if not (spec.one_norm and name == "mlp_norm"))
+def layer_norms(spec: ModelSpec, layer: int) -> tuple[str, ...]:
+    """The norms that a layer has, without those of q and k: none of what it does not compute."""
+    absent = {"attn": not spec.shape_of(layer).heads, "mlp": not spec.ffn_of(layer) and not spec.has_experts(layer)}
+    names = (name for name in NORMS.get(spec.norm_order, ()) if not absent[name.split("_")[0]])
+    return tuple(name for name in names if not (spec.one_norm and name == "mlp_norm"))
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -41,8 +43,13 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
         _norm(shapes, "embed_norm", spec.width, spec)
     if spec.embed_width:
         _linear(shapes, "in_proj", spec.width, embed_width, spec.projection_bias)
+    if spec.layer_input_width:
+        inputs = spec.layers * spec.layer_input_width
+        shapes["layer_embed"] = (spec.vocab_size, inputs)
+        _linear(shapes, "layer_in", inputs, spec.width, False)
+        _norm(shapes, "layer_in_norm", spec.layer_input_width, spec)
     for layer in range(spec.layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_tensors(spec, layer).items()}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in layer_tensors(spec, layer).items()}
     if spec.final_norm:
         _norm(shapes, "final_norm", spec.width, spec)
     if spec.out_width:
@@ -70,31 +77,91 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"tensor {unknown[0]} belongs to no part of the model", field=unknown[0])
 
 
-def _layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
+    """Those of one layer, without its prefix. Layers with the same compute the same, but for windows and positions."""
     shapes: dict[str, Shape] = {}
-    for name in layer_norms(spec):
+    for name in layer_norms(spec, layer):
         _norm(shapes, name, spec.width, spec)
-    _linear(shapes, "q", q, spec.width, spec.qkv_bias)
-    _linear(shapes, "k", kv, spec.width, spec.qkv_bias)
-    _linear(shapes, "v", kv, spec.width, spec.qkv_bias)
-    if spec.qk_norm:
-        for name, heads in (("q_norm", spec.heads), ("k_norm", spec.kv_heads)):
-            shapes[f"{name}.scale"] = (heads, spec.head_dim) if spec.qk_norm_each else (_qk_norm_width(spec, heads),)
-    _linear(shapes, "o", spec.width, q, spec.attn_out_bias)
-    return shapes | (_expert_tensors(spec) if spec.has_experts(layer) else _mlp_tensors(spec))
+    return shapes | _attention_tensors(spec, layer) | _feed_forward_tensors(spec, layer) | _extra_tensors(spec)
 
 
-def _qk_norm_width(spec: ModelSpec, heads: int) -> int:
-    return spec.head_dim * (heads if spec.qk_norm_whole else 1)
+def _attention_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
+    shape, shapes = spec.shape_of(layer), dict[str, Shape]()
+    if shape.kernel:
+        return _convolution_tensors(spec, shape)
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.kv_heads:
+        _linear(shapes, "q", q, spec.width, spec.qkv_bias)
+        for name in kept(spec, layer):
+            _linear(shapes, name, kv, spec.width, spec.qkv_bias)
+        if spec.qk_norm:
+            for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads))[: 2 if spec.has_kv(layer) else 1]:
+                shapes[f"{name}.scale"] = qk_norm_size(spec, shape, heads)
+        if spec.attention_sinks:
+            shapes["sinks"] = (shape.heads,)
+    if shape.heads:
+        _linear(shapes, "o", spec.width, q, spec.attn_out_bias)
+    return shapes
 
 
-def _mlp_tensors(spec: ModelSpec) -> dict[str, Shape]:
+def _convolution_tensors(spec: ModelSpec, shape: LayerShape) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
+    _linear(shapes, "conv_in", 3 * shape.head_dim, spec.width, spec.conv_bias)
+    shapes["conv.weight"] = (shape.head_dim, shape.kernel)
+    if spec.conv_bias:
+        shapes["conv.bias"] = (shape.head_dim,)
+    _linear(shapes, "conv_out", spec.width, shape.head_dim, spec.conv_bias)
+    return shapes
+
+
+def qk_norm_size(spec: ModelSpec, shape: LayerShape, heads: int) -> Shape:
+    """Of the scale of the norm of so many heads."""
+    if spec.qk_norm_each:
+        return heads, shape.head_dim
+    return (shape.head_dim * (heads if spec.qk_norm_whole else 1),)
+
+
+def kept(spec: ModelSpec, layer: int) -> tuple[str, ...]:
+    """The products of this layer that make what it caches."""
+    if not spec.has_kv(layer):
+        return ()
+    return ("k",) if layer in spec.key_is_value else ("k", "v")
+
+
+def _feed_forward_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
+    if not spec.has_experts(layer):
+        return _mlp_tensors(spec, layer)
+    return _expert_tensors(spec) | (_mlp_tensors(spec, layer) | _beside_tensors(spec) if spec.experts_beside else {})
+
+
+def _mlp_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    width = spec.ffn_of(layer)
+    if not width:
+        return shapes
     if spec.mlp == "gated":
-        _linear(shapes, "gate", spec.ffn_width, spec.width, spec.mlp_bias)
-    _linear(shapes, "up", spec.ffn_width, spec.width, spec.mlp_bias)
-    _linear(shapes, "down", spec.width, spec.ffn_width, spec.mlp_bias)
+        _linear(shapes, "gate", width, spec.width, spec.mlp_bias)
+    _linear(shapes, "up", width, spec.width, spec.mlp_bias)
+    _linear(shapes, "down", spec.width, width, spec.mlp_bias)
+    return shapes
+
+
+def _beside_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Of experts beside the MLP: norms of either side, what the router reads by, a factor on each expert."""
+    shapes: dict[str, Shape] = {"router_norm.scale": (spec.width,), "expert_gains.scale": (spec.experts,)}
+    for name in ("beside_mlp_norm", "beside_norm", "beside_out_norm"):
+        _norm(shapes, name, spec.width, spec)
+    return shapes
+
+
+def _extra_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    if spec.layer_input_width:
+        _linear(shapes, "input_gate", spec.layer_input_width, spec.width, False)
+        _linear(shapes, "input_proj", spec.width, spec.layer_input_width, False)
+        _norm(shapes, "input_norm", spec.width, spec)
+    if spec.layer_scale:
+        shapes["layer_scale.scale"] = (1,)
     return shapes
 
 
@@ -106,6 +173,9 @@ def _expert_tensors(spec: ModelSpec) -> dict[str, Shape]:
         "expert_up.weight": (spec.experts, spec.expert_width, spec.width),
         "expert_down.weight": (spec.experts, spec.width, spec.expert_width),
     }
+    if spec.expert_bias:
+        biases = {name.replace(".weight", ".bias"): shape[:-1] for name, shape in shapes.items()}
+        shapes |= biases
     if spec.sigmoid_router:
         shapes["router_correction.bias"] = (spec.experts,)
     if spec.shared_width:

@@ -18,10 +18,10 @@ from pdserve.config import Config
 from pdserve.drain import DrainDoor
 from pdserve.errors import Unavailable
 from pdserve.ray_app.addresses import Ports, listen_where_ray_does, node_host, port_range
-from pdserve.registry.metrics_page import interface
 from pdserve.registry.records import PREFILL, Registry
 from pdserve.rpc.settings import is_loopback
 from pdserve.telemetry import logs
+from pdserve.worker.metrics_page import interface
 from pdserve.worker_main import open_worker, open_worker_registry
 from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker

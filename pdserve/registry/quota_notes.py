@@ -1,9 +1,9 @@
-"""What a router says of its tenants' limits to others: one note for all tenants <-> bytes."""
+"""What a router says of its tenants' limits to others: notes, each of some of its tenants <-> bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -28,17 +28,29 @@ class Usage:
         return bool(self.running or self.requests_owed or self.tokens_owed)
 
 
+_MOST = Usage(2**64 - 1, 2**64 - 1, 2**32 - 1, 1.0, 1.0)  # the longest that a message says it
+
+
+def parts_of(tenants: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Tenants by the note that tells of them: as few notes as hold them all, whatever they use; 900 in each or more.
+
+    Which of them a tenant is in never changes while a router runs, so that each note has sums of its own.
+    """
+    parts: list[list[str]] = []
+    room = 0
+    for name in sorted(tenants):
+        size = _message({name: _MOST}).ByteSize()
+        if not parts or size > room:
+            parts.append([])
+            room = MAX_NOTE_BYTES
+        parts[-1].append(name)
+        room -= size
+    return tuple(map(tuple, parts))
+
+
 def note_of(said: Mapping[str, Usage]) -> bytes:
-    """What fits of it, those who use something now first: some 1,500 tenants."""
-    chosen: list[pb.TenantUsed] = []
-    room = MAX_NOTE_BYTES - 1024
-    for name, usage in sorted(said.items(), key=lambda item: not item[1].busy):
-        one = pb.TenantUsed(tenant=name, **vars(usage))
-        room -= one.ByteSize() + 4
-        if room < 0:
-            break
-        chosen.append(one)
-    return pb.TenantsUsed(tenants=chosen).SerializeToString()
+    """`said` is of one part."""
+    return _message(said).SerializeToString()
 
 
 def read_note(note: bytes) -> dict[str, Usage]:
@@ -56,6 +68,10 @@ def read_note(note: bytes) -> dict[str, Usage]:
                 raise _malformed("what is owed is no number")
         said[one.tenant] = Usage(one.requests, one.tokens, one.running, one.requests_owed, one.tokens_owed)
     return said
+
+
+def _message(said: Mapping[str, Usage]) -> pb.TenantsUsed:
+    return pb.TenantsUsed(tenants=[pb.TenantUsed(tenant=name, **vars(usage)) for name, usage in said.items()])
 
 
 def _malformed(problem: str) -> InvalidRequest:

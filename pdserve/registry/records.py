@@ -18,6 +18,7 @@ STALLED = "stalled"  # an engine step takes too long; READY again when it ends
 # Options of a request that workers of the first version ignore without a word, so that those that follow them say so.
 GRAMMAR = "grammar"
 CHOICES = "choices"
+SPECIAL_TOKENS = "skip_special_tokens"
 
 
 @dataclass(frozen=True)

@@ -160,11 +160,13 @@ def accepted_to_proto(accepted: Accepted) -> gateway_pb2.Accepted:
         prompt_tokens=accepted.prompt_tokens,
         seed=accepted.seed,
         prompt=accepted.prompt,
+        read_fields=accepted.read_fields,
     )
 
 
 def accepted_from_proto(message: gateway_pb2.Accepted) -> Accepted:
-    return Accepted(message.request_id, message.model, message.prompt_tokens, message.seed, message.prompt)
+    read = tuple(message.read_fields)
+    return Accepted(message.request_id, message.model, message.prompt_tokens, message.seed, message.prompt, read)
 
 
 def call_to_proto(part: ToolCallPart) -> gateway_pb2.ToolCallPart:

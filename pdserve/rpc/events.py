@@ -77,6 +77,7 @@ class Accepted:
     prompt_tokens: int
     seed: int  # the seed in force
     prompt: int = 0  # which of several prompts
+    read_fields: tuple[str, ...] = ()  # of the request, beyond the first version of the schema
 
 
 @dataclass(frozen=True)

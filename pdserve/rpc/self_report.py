@@ -16,6 +16,7 @@ from pdserve.rpc.tls import Identity
 from pdserve.v1 import worker_pb2
 
 GRPC, HTTP = "grpc", "http"
+CERTIFICATE_ENDS = "When the certificate of a listener ends, in Unix seconds; 0: it cannot be read"  # of a metric
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -13,13 +13,16 @@ MIB = 1 << 20
 
 Options = tuple[tuple[str, int | str], ...]
 
+_FILES = ("cert_file", "key_file", "ca_file")
+
 
 @dataclass(frozen=True)
 class TlsSettings:
     """The three files of one part, in PEM; see tls.py. None of them: no TLS. They are read again when they change."""
 
     cert_file: str = ""
-    """This part's certificate, and the intermediate ones below the authority's, if any."""
+    """This part's certificate, and the intermediate ones below the authority's, if any. In a configuration for all
+    parts {role} in these paths stands for router or worker: each reads its own, as in "/etc/pdserve/{role}/tls.crt"."""
 
     key_file: str = ""
     """Its private key, without a passphrase."""
@@ -39,9 +42,14 @@ class TlsSettings:
     def enabled(self) -> bool:
         return bool(self.cert_file)
 
+    def of_role(self, role: str) -> Self:
+        """With the files of this part."""
+        files = {name: getattr(self, name).replace("{role}", role) for name in _FILES}
+        return replace(self, **files)
+
     def check(self) -> None:
         """Raises ConfigError when only some of the files are named. Nothing is read."""
-        files = {name: getattr(self, name) for name in ("cert_file", "key_file", "ca_file")}
+        files = {name: getattr(self, name) for name in _FILES}
         for name, file in files.items():
             if any(files.values()) and not file:
                 raise ConfigError("TLS needs all three files", field=f"rpc.tls.{name}", remedy="name a PEM file")
@@ -69,7 +77,7 @@ class RpcSettings:
     """Servers take probes at least this far apart; keep it below every client's `keepalive_s`."""
 
     connect_timeout_s: float = 5.0
-    """Longest attempt to connect; calls to a peer that stays silent fail after it."""
+    """Longest attempt to connect; calls to a peer that stays silent fail after it, and a server drops one."""
 
     call_timeout_s: float = 10.0
     """Deadline of short unary calls that state none of their own."""
@@ -101,6 +109,8 @@ def server_options(settings: RpcSettings, extra: Options = ()) -> Options:
         *_common_options(settings),
         # Two servers on one port would share its connections at random: fail instead.
         ("grpc.so_reuseport", 0),
+        # TLS and the first words of HTTP/2, for which gRPC itself would wait two minutes.
+        ("grpc.server_handshake_timeout_ms", _ms(settings.connect_timeout_s)),
         # A client may probe a silent stream for as long as it likes: no strikes, no GOAWAY.
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(settings.min_ping_interval_s)),
         ("grpc.http2.max_ping_strikes", 0),

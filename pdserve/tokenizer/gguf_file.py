@@ -52,12 +52,30 @@ def _llama_like(digits: str) -> str:
     )
 
 
+def _cased() -> str:
+    """The expression of GPT-4o: a word ends before a change from small letters to capital ones, contractions in it."""
+    first, capital, small = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    contraction = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    return "|".join(
+        (
+            f"{first}{capital}*{small}+{contraction}",
+            f"{first}{capital}+{small}*{contraction}",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",  # punctuation with the line ends and slashes after it
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        )
+    )
+
+
 _GPT2 = _PreTokenizer((_GPT2_SPLIT,))
 _PRE_TOKENIZERS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
     "smollm": _PreTokenizer(({"type": "Digits", "individual_digits": True}, _GPT2_SPLIT)),
     "qwen2": _PreTokenizer((_split(_llama_like(r"\p{N}")), _BYTE_LEVEL), normalizer={"type": "NFC"}),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), _PreTokenizer((_split(_cased()), _BYTE_LEVEL))),
     "llama-bpe": _PreTokenizer((_split(_llama_like(r"\p{N}{1,3}")), _BYTE_LEVEL), whole_words=True, add_bos=True),
 }
 

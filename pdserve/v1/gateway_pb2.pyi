@@ -122,18 +122,20 @@ class ToolCallPart(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "seed", "prompt")
+    __slots__ = ("request_id", "model", "prompt_tokens", "seed", "prompt", "read_fields")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
     seed: int
     prompt: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., prompt: _Optional[int] = ...) -> None: ...
+    read_fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., prompt: _Optional[int] = ..., read_fields: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
@@ -258,7 +260,7 @@ class Pair(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., fits: _Optional[bool] = ..., differences: _Optional[_Iterable[_Union[_common_pb2.Difference, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("workers", "pairs", "registry", "registry_warning", "active_requests", "version", "placement", "recent")
+    __slots__ = ("workers", "pairs", "registry", "registry_warning", "active_requests", "version", "placement", "recent", "reduced")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +269,7 @@ class StatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
+    REDUCED_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     pairs: _containers.RepeatedCompositeFieldContainer[Pair]
     registry: str
@@ -275,7 +278,8 @@ class StatusResponse(_message.Message):
     version: str
     placement: PlacementCounts
     recent: _containers.RepeatedCompositeFieldContainer[RecentRequest]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., registry: _Optional[str] = ..., registry_warning: _Optional[str] = ..., active_requests: _Optional[int] = ..., version: _Optional[str] = ..., placement: _Optional[_Union[PlacementCounts, _Mapping]] = ..., recent: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ...) -> None: ...
+    reduced: bool
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., registry: _Optional[str] = ..., registry_warning: _Optional[str] = ..., active_requests: _Optional[int] = ..., version: _Optional[str] = ..., placement: _Optional[_Union[PlacementCounts, _Mapping]] = ..., recent: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ..., reduced: _Optional[bool] = ...) -> None: ...
 
 class RecentRequest(_message.Message):
     __slots__ = ("request_id", "tenant", "model", "adapter", "label", "began_s", "age_ms", "state", "record")

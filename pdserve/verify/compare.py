@@ -89,12 +89,7 @@ def compare(left: Run, right: Run, tolerance: float | None = None) -> Comparison
 
 def check_sizes(left: Side, a: Shape, right: Side, b: Shape) -> None:
     """Raises Incompatible with every size in which two models differ."""
-    pairs = (
-        ("LAYERS", a.layers, b.layers),
-        ("PLANES[0].k.heads", a.kv_heads, b.kv_heads),
-        ("PLANES[0].k.head_dim", a.head_dim, b.head_dim),
-        ("VOCAB_SIZE", a.vocab_size, b.vocab_size),
-    )
+    pairs = (("LAYERS", a.layers, b.layers), *_planes(a, b), ("VOCAB_SIZE", a.vocab_size, b.vocab_size))
     found = tuple(FieldDifference(code, str(x), str(y)) for code, x, y in pairs if x != y)
     if found:
         raise Incompatible(
@@ -103,6 +98,19 @@ def check_sizes(left: Side, a: Shape, right: Side, b: Shape) -> None:
             remedy="compare two runs, precisions or conversions of one model",
             differences=found,
         )
+
+
+def _planes(a: Shape, b: Shape) -> tuple[tuple[str, object, object], ...]:
+    """The first plane in which two models differ; one difference in every layer is told once."""
+    for layer, (ours, theirs) in enumerate(zip(a.planes, b.planes, strict=False)):
+        names = [plane.name for plane in ours], [plane.name for plane in theirs]
+        if names[0] != names[1]:
+            return ((f"PLANES[{layer}]", *names),)
+        for x, y in zip(ours, theirs, strict=True):
+            if x != y:
+                where = f"PLANES[{layer}].{x.name}"
+                return (f"{where}.heads", x.heads, y.heads), (f"{where}.head_dim", x.head_dim, y.head_dim)
+    return ()
 
 
 def default_tolerance(left: Run, right: Run) -> float:

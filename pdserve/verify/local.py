@@ -51,8 +51,7 @@ class TracedEngine(Engine):
 
 
 def shape_of(engine: Engine) -> Shape:
-    spec = engine.spec
-    return Shape(spec.layers, spec.kv_heads, spec.head_dim, spec.vocab_size)
+    return Shape(engine.spec.planes(), engine.spec.vocab_size)
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cache_transfer.contract import WorkerContract
+from cache_transfer.contract import CachePlane, WorkerContract
 from pdserve import __version__
 from pdserve.engine.observe import Broken, Observed
 from pdserve.errors import PdserveError
@@ -21,10 +21,12 @@ Prompts = Sequence[tuple[int, ...]]
 class Shape:
     """The sizes without which two runs cannot be compared."""
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    planes: tuple[tuple[CachePlane, ...], ...]  # per layer
     vocab_size: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.planes)
 
 
 @dataclass(frozen=True)

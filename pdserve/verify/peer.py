@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache_transfer.contract import CachePlane
 from pdserve.engine.dtypes import torch_dtype, wide
 from pdserve.engine.load import model_path
 from pdserve.engine.observe import Observed, Rows
@@ -30,8 +31,11 @@ def run_peer(side: Side, prompts: Prompts, tokens: int) -> Run:
     watch = _Watch(_load(side))
     with torch.inference_mode():
         observed = tuple(_run(watch, side, prompt, tokens) for prompt in prompts)
-    row = observed[0].layers[0]["k"]
-    shape = Shape(watch.layers, row.shape[0], row.shape[1], observed[0].logits[0].shape[0])
+    planes = tuple(
+        tuple(CachePlane(name, *layer[name].shape) for name in ("k", "v") if name in layer)
+        for layer in observed[0].layers
+    )
+    shape = Shape(planes, observed[0].logits[0].shape[0])
     import transformers
 
     record = {**described(side, None), "transformers": str(transformers.__version__), "attention": "eager"}
@@ -65,6 +69,10 @@ class _Watch:
 
     def begin(self) -> None:
         self.seen = [{} for _ in range(self.layers)]
+
+    def keep(self, ids: Sequence[int]) -> int:
+        """Logits to ask for. The last, but all where upper layers would else leave out rows that nobody asks for."""
+        return len(ids) if getattr(self.model.config, "num_kv_shared_layers", 0) else 1
 
     def rows(self, index: int, name: str) -> Tensor | None:
         """[n, width] of all calls; None if this model has no such place."""
@@ -100,7 +108,11 @@ def _run(watch: _Watch, side: Side, prompt: tuple[int, ...], tokens: int) -> Obs
         ids = pieces.pop(0) if pieces else (outputs[-1],)
         own = list(range(len(positions), len(positions) + len(ids)))
         result = watch.model(
-            torch.tensor([ids]), position_ids=torch.tensor([own]), cache=cache, use_cache=True, logits_to_keep=1
+            torch.tensor([ids]),
+            position_ids=torch.tensor([own]),
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=watch.keep(ids),
         )
         positions += own
         if not pieces:
@@ -108,17 +120,22 @@ def _run(watch: _Watch, side: Side, prompt: tuple[int, ...], tokens: int) -> Obs
             outputs.append(int(logits[-1].argmax()))
     ids = (*prompt, *outputs[:-1])
     layers, cached = [], []
+    heads = watch.model.config.num_attention_heads
     for index in range(watch.layers):
-        keys, values = (t[0].transpose(0, 1) for t in (cache.layers[index].keys, cache.layers[index].values))
-        cached.append(int(keys.shape[0]))
-        heads = watch.model.config.num_attention_heads
-        layers.append(_layer(watch, index, keys, values, heads))
+        if index >= len(cache.layers):  # it reads an earlier layer's
+            cached.append(len(ids))
+            layers.append(_layer(watch, index, {}, heads))
+            continue
+        own_cache = cache.layers[index]
+        kept = {name: t[0].transpose(0, 1) for name, t in (("k", own_cache.keys), ("v", own_cache.values))}
+        cached.append(int(kept["k"].shape[0]))
+        layers.append(_layer(watch, index, kept, heads))
     return Observed(ids, len(prompt), tuple(positions), tuple(layers), tuple(cached), tuple(logits), tuple(outputs))
 
 
-def _layer(watch: _Watch, index: int, keys: Tensor, values: Tensor, heads: int) -> dict[str, Rows]:
-    """keys, values [n, Hkv, d]."""
-    found = {"k": Rows.of(keys), "v": Rows.of(values)}
+def _layer(watch: _Watch, index: int, kept: Mapping[str, Tensor], heads: int) -> dict[str, Rows]:
+    """kept: k and v [n, Hkv, d], where the layer keeps them."""
+    found = {name: Rows.of(rows) for name, rows in kept.items()}
     for name in ("x", "attended", "y"):
         tensor = watch.rows(index, name)
         if tensor is not None:

@@ -12,7 +12,6 @@ from cache_transfer.contract import WorkerContract
 from cache_transfer.wire import contract_from_proto
 from pdserve.engine.observe import Broken, Observed, Rows
 from pdserve.errors import ConfigError, DataLoss
-from pdserve.registry.trace import TracedRun, read_trace
 from pdserve.rpc.channel import channel
 from pdserve.rpc.settings import RpcSettings
 from pdserve.rpc.status import from_rpc_error
@@ -20,6 +19,7 @@ from pdserve.tokenizer import Bundle
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.verify.observing import Prompts, Run, Shape, described
 from pdserve.verify.sides import Side
+from pdserve.worker.trace import TracedRun, read_trace
 from router.channels import WorkerChannels
 from router.wire import fetch_bundle
 
@@ -48,8 +48,7 @@ def run_worker(side: Side, prompts: Prompts, rpc: RpcSettings) -> Run:
 
 
 def shape_of_contract(contract: WorkerContract) -> Shape:
-    plane = contract.planes[0][0]
-    return Shape(len(contract.planes), plane.heads, plane.head_dim, contract.vocab_size)
+    return Shape(contract.planes, contract.vocab_size)
 
 
 async def _run(side: Side, prompts: Prompts, rpc: RpcSettings) -> Run:
@@ -85,7 +84,7 @@ async def _described(address: str, rpc: RpcSettings) -> WorkerContract:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
     contract = contract_from_proto(status.contract)
-    if not contract.planes or not contract.planes[0]:
+    if not any(contract.planes):
         raise ConfigError(f"{address} caches nothing", field="side", remedy="name a prefill worker")
     return contract
 

@@ -107,5 +107,5 @@ def _facts(side: Side, request: Request, models: Models) -> _Facts:
         limit = contract.context_limit or MAX_PROMPT + request.tokens + 1
         return _Facts(shape_of_contract(contract), limit, lambda: bundle_of(side, contract, request.rpc))
     spec = models.load(side).spec
-    shape = Shape(spec.layers, spec.kv_heads, spec.head_dim, spec.vocab_size)
+    shape = Shape(spec.planes(), spec.vocab_size)
     return _Facts(shape, spec.context_limit, lambda: models.bundle(side))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+import tempfile
 import tomllib
 from argparse import Namespace
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,8 +20,9 @@ from benchmarks.soak_house import Kill
 from benchmarks.soak_questions import TINY, Output
 from benchmarks.soak_traffic import COMPLETE, DIFFERENT, FAILED, LEFT, UNTYPED, fits
 from benchmarks.soak_traffic import Outcome as Asked
-from benchmarks.soak_watch import MIB, Sample, Watch, growth
+from benchmarks.soak_watch import MIB, Sample, Watch, growth, sample
 from benchmarks.workloads import Phase
+from cache_transfer.shared import Ring
 from pdserve.config import load_config
 
 WHOLE = (Output((1, 2, 3), "abc"), Output((4, 5), "de"))
@@ -49,10 +54,38 @@ def test_what_a_process_takes_while_it_warms_up_is_no_growth() -> None:
     assert watch.grown("d0.3") is None, "it did not live long enough"
 
 
+def test_a_descriptor_that_is_never_given_back_is_found_among_those_that_come_and_go() -> None:
+    drawn, watch = random.Random(2), Watch(dict, every_s=3.0)
+
+    def life(leaks_per_minute: float) -> list[Sample]:
+        """Ten are made in the first minute; up to six more belong to requests."""
+        found = []
+        for at in range(0, 1200, 3):
+            sockets = 10 + min(10, at // 6) + int(leaks_per_minute * at / 60) + drawn.randrange(6)
+            found.append(Sample(float(at), MIB, sockets + 5, 12, {"socket": sockets, "thread python": 12}))
+        return found
+
+    watch.samples = {"p0.0": life(0.0), "p1.0": life(1.0), "d0.0": life(0.0)[:30]}
+    flat, leaks = watch.gained("p0.0"), watch.gained("p1.0")
+    assert flat is not None and abs(flat.descriptors) <= 1 and flat.threads == 0
+    assert leaks is not None and leaks.descriptors >= 8 and leaks.kinds["socket"] == leaks.descriptors
+    assert watch.gained("d0.0") is None, "it did not live long enough"
+
+
+def test_a_process_is_seen_with_what_it_holds() -> None:
+    before = sample(os.getpid())
+    assert before is not None and before.threads >= 1 and sample(2**22 + 1) is None
+    with socket.socket(), tempfile.TemporaryFile(), closing(Ring(4096, 4096)):
+        during = sample(os.getpid())
+    assert during is not None and during.kinds["socket"] == before.kinds.get("socket", 0) + 1
+    assert during.rings - before.rings == soak_figures.RING_DESCRIPTORS
+    assert during.descriptors == before.descriptors + 2
+    assert sum(during.kinds.values()) == during.descriptors + during.rings + during.threads
+
+
 def seen(*ends: tuple[str, str]) -> soak_figures.Soak:
     outcomes = [Asked("plain", "grpc", "amber", 1.0, 2.0, end, reason, tokens=5) for end, reason in ends]
-    samples = {"router.0": Sample(1.0, MIB, 20, 9)}
-    rests = [soak_figures.Rest(float(at), 0, 0.1, (), samples, {"router.0": 30}) for at in range(3)]
+    rests = [soak_figures.Rest(float(at), 0, 0.1, (), {"router.0": 30}, {"p0.0": 8}) for at in range(3)]
     return soak_figures.Soak(outcomes, rests, began=0.0, ended=60.0)
 
 

@@ -194,7 +194,8 @@ async def _push_in_memory(pair: Pair, messages: Sequence[bytes]) -> None:
                 await stream.receive()  # the grant
             await stream.send(in_memory(data))
         await stream.finish_sending()
-        while await asyncio.wait_for(stream.receive(), WAIT_S) is not None:
-            pass
+        async with asyncio.timeout(WAIT_S):
+            while await stream.receive() is not None:
+                pass
     finally:
         await stream.close()

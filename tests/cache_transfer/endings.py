@@ -29,7 +29,8 @@ async def start_gated(pair: Pair) -> tuple[bytes, asyncio.Task[object]]:
 
 async def check_aborted(pair: Pair, error: type[PdserveError]) -> None:
     """The host was told once, after the last write."""
-    await asyncio.wait_for(pair.host.over.wait(), WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        await pair.host.over.wait()
     assert [type(e) for _, e in pair.host.failed] == [error]
     assert pair.host.done == []
     await pair.check_next_handoff_works()

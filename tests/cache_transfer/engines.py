@@ -91,7 +91,8 @@ async def hand_over(
     dtype = "float64" if logits.element_size() == 8 else "fp32"
     sender.logits(dtype, logits.numpy().tobytes(), len(ids) - 1)
     try:
-        report = await asyncio.wait_for(sender.run(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            report = await sender.run()
     finally:
         receiver.close()
     return report, host.taken

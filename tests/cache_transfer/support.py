@@ -195,7 +195,8 @@ class Pair:
         ticket, identity = self.issue(tokens)
         sender = self.sender(ticket, identity, self.source(tokens, seed=5))
         self.announce_all(sender, tokens)
-        await asyncio.wait_for(sender.run(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await sender.run()
         assert len(self.host.done) == before + 1
         check_same(self.host.sinks[ticket.handoff_id, 1].content(tokens), random_cache(self.sends, tokens, seed=5))
         self.check_nothing_left()

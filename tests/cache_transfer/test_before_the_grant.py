@@ -30,9 +30,11 @@ def on_its_way(request: pb.PushRequest, kind: str) -> Outgoing:
 async def check_ended(pair: Pair, stream: PushStream, error: type[PdserveError], reason: str) -> None:
     """With no page granted, and before there was one."""
     with pytest.raises(error) as caught:
-        await asyncio.wait_for(stream.receive(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await stream.receive()
     assert caught.value.reason == reason
-    await asyncio.wait_for(pair.host.over.wait(), WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        await pair.host.over.wait()
     assert not pair.host.may_grant.is_set() and not pair.host.sinks
     assert [(type(e), e.reason) for _, e in pair.host.failed] == [(error, reason)] and pair.host.done == []
     await stream.close()
@@ -48,7 +50,8 @@ async def test_nothing_may_come_before_it(kind: str, place: int) -> None:
         requests = make_stream(ticket, identity, pair.sends, random_cache(pair.sends, TOKENS))
         stream = pair.transport.open(WAIT_S)
         await stream.send(on_its_way(requests[0], kind))
-        await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await pair.host.asked.wait()
         await stream.send(on_its_way(requests[place], kind))
         await check_ended(pair, stream, InvalidRequest, "MESSAGE_ORDER")
 
@@ -60,6 +63,7 @@ async def test_a_stream_that_ends_before_it_does_not_wait_for_pages(kind: str) -
         ticket, identity = pair.issue(TOKENS)
         stream = pair.transport.open(WAIT_S)
         await stream.send(make_opening(ticket, identity, pair.sends, logits_only=False))
-        await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await pair.host.asked.wait()
         await stream.finish_sending()
         await check_ended(pair, stream, Cancelled, "SENDER_GONE")

@@ -40,7 +40,8 @@ async def test_pages_are_not_given_back_while_a_thread_writes(kind: str) -> None
         assert not done
         assert pair.host.failed == []
         pair.host.gate.set()
-        await asyncio.wait_for(revoking, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await revoking
         sink = pair.host.sinks[handoff_id, 1]
         assert sink.closed
         writes = sink.writes
@@ -65,10 +66,12 @@ async def test_a_reissued_attempt_takes_over(kind: str) -> None:
         new = asyncio.create_task(sender.run())
         pair.announce_all(sender, TOKENS)
         pair.host.gate.set()
-        await asyncio.wait_for(revoking, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await revoking
         with pytest.raises(Fenced):
             await old
-        await asyncio.wait_for(new, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await new
         check_same(pair.host.sinks[handoff_id, 2].content(TOKENS), random_cache(pair.sends, TOKENS, seed=2))
         assert [(claim.attempt, type(error)) for claim, error in pair.host.failed] == [(1, Fenced)]
         assert [claim.attempt for claim, _, _ in pair.host.done] == [2]
@@ -81,7 +84,8 @@ async def test_frames_after_a_reissue_are_fenced_without_revoke(kind: str) -> No
         ticket, identity = pair.issue(TOKENS)
         sender = pair.sender(ticket, identity, pair.source(TOKENS))
         running = asyncio.create_task(sender.run())
-        await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await pair.host.asked.wait()
         pair.book.reissue(ticket.handoff_id)
         pair.announce_all(sender, TOKENS)
         with pytest.raises(Fenced) as caught:
@@ -97,8 +101,9 @@ async def test_revoke_ends_a_wait_for_pages(kind: str) -> None:
         pair.host.may_grant.clear()
         ticket, identity = pair.issue(TOKENS)
         running = asyncio.create_task(pair.sender(ticket, identity, pair.source(TOKENS)).run())
-        await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
-        await asyncio.wait_for(pair.receiver.revoke(ticket.handoff_id), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await pair.host.asked.wait()
+            await pair.receiver.revoke(ticket.handoff_id)
         with pytest.raises(Fenced):
             await running
         await check_aborted(pair, Fenced)
@@ -125,7 +130,8 @@ async def test_a_failed_prefill_ends_the_handoff(kind: str) -> None:
         sender = pair.sender(ticket, identity, pair.source(TOKENS))
         running = asyncio.create_task(sender.run())
         sender.computed(0, (0, TOKENS))
-        await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await pair.host.asked.wait()
         await asyncio.to_thread(sender.fail, Cancelled("the client left"))
         with pytest.raises(Cancelled, match="the client left"):
             await running
@@ -140,7 +146,8 @@ async def test_a_server_that_stops_cancels_its_handoffs() -> None:
         await pair.server.stop()
         with pytest.raises((Unavailable, Cancelled)):
             await running
-        await asyncio.wait_for(pair.host.over.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await pair.host.over.wait()
         assert [type(error) for _, error in pair.host.failed] == [Cancelled]
         pair.check_nothing_left()
 

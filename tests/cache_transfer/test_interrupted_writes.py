@@ -45,7 +45,8 @@ async def test_an_attempt_revoked_while_its_grant_is_written(kind: str, steps: i
         ticket, identity = pair.issue(8)
         sender = pair.sender(ticket, identity, pair.source(8), deadline_s=6 * WAIT_S)
         with pytest.raises(Fenced) as caught:
-            await asyncio.wait_for(sender.run(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await sender.run()
         assert caught.value.reason == "ATTEMPT_STALE"
         await host.revoking
         assert [type(error) for _, error in host.failed] == [Fenced]

@@ -70,7 +70,8 @@ async def push(pair: Pair, tokens: int) -> tuple[int, int]:
     pair.announce_all(sender, tokens)
     tracemalloc.start()
     try:
-        report = await asyncio.wait_for(sender.run(), 6 * WAIT_S)
+        async with asyncio.timeout(6 * WAIT_S):
+            report = await sender.run()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -33,7 +33,8 @@ async def test_a_source_that_fails_is_reported(kind: str) -> None:
             pair.announce_all(sender, TOKENS)
             with pytest.raises(Internal):
                 await sender.run()
-            await asyncio.wait_for(pair.host.over.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await pair.host.over.wait()
             pair.host.over.clear()
         assert [type(error) for _, error in pair.host.failed] == [Cancelled, Cancelled]
         await pair.check_next_handoff_works()

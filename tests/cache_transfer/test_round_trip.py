@@ -79,7 +79,8 @@ async def test_layers_stream_before_and_after_the_grant(kind: str) -> None:
         ticket, identity = pair.issue(12)
         sender = pair.sender(ticket, identity, pair.source(12))
         running = asyncio.create_task(sender.run())
-        await asyncio.wait_for(pair.host.asked.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await pair.host.asked.wait()
         for layer in range(3):
             await asyncio.to_thread(sender.computed, layer, (0, 5))
         pair.host.may_grant.set()
@@ -88,7 +89,8 @@ async def test_layers_stream_before_and_after_the_grant(kind: str) -> None:
         for layer in (2, 0, 1):
             sender.computed(layer, (5, 9))
         sender.logits(*logits_of(pair.sends), 11)
-        await asyncio.wait_for(running, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await running
         check_same(pair.host.sinks[ticket.handoff_id, 1].content(12), random_cache(pair.sends, 12))
         pair.check_nothing_left()
 
@@ -106,7 +108,8 @@ async def test_frames_are_written_while_later_layers_are_computed(kind: str) -> 
         sender.computed(1, (0, 6))
         sender.computed(2, (0, 6))
         sender.logits(*logits_of(pair.sends), 5)
-        await asyncio.wait_for(running, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await running
         check_same(pair.host.sinks[ticket.handoff_id, 1].content(6), random_cache(pair.sends, 6))
 
 
@@ -143,7 +146,8 @@ async def test_many_handoffs_share_one_receiver(kind: str) -> None:
             pair.announce_all(sender, 20 + number)
             runs.append((ticket, number, asyncio.create_task(sender.run())))
         for ticket, number, run in runs:
-            await asyncio.wait_for(run, WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await run
             content = pair.host.sinks[ticket.handoff_id, 1].content(20 + number)
             check_same(content, random_cache(pair.sends, 20 + number, seed=number))
         assert len(pair.host.done) == 6
@@ -210,7 +214,8 @@ async def test_the_source_is_not_read_after_run_ended() -> None:
         with pytest.raises(asyncio.CancelledError):
             await running
         assert source.busy == 0
-        await asyncio.wait_for(pair.host.over.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await pair.host.over.wait()
         await pair.check_next_handoff_works()
 
 

@@ -24,17 +24,11 @@ from pdserve.errors import DataLoss, InvalidRequest, PdserveError
 from tests.cache_transfer.pages import WAIT_S
 from tests.cache_transfer.support import Pair, check_same, heard, make_pair, random_cache
 
+pytestmark = pytest.mark.usefixtures("no_shared_memory_is_left")
+
 TOKENS = 9
 SECRET = bytes(range(32))
 SIZE = 8192
-
-
-@pytest.fixture(autouse=True)
-def no_descriptor_is_left() -> Iterator[None]:
-    yield
-    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    assert not [link for link in links if "pdserve-handoff" in link]
-    assert "pdserve-handoff" not in Path("/proc/self/maps").read_text()
 
 
 def proof(secret: bytes, size: int) -> bytes:
@@ -180,12 +174,14 @@ async def test_a_hostile_payload_is_refused_and_never_written(
         with memory(proof(ticket.secret, SIZE)) as offer:
             stream = pair.transport.open(WAIT_S)
             await stream.send(make_opening(ticket, identity, pair.sends, logits_only=False, shared=offer))
-            grant = await asyncio.wait_for(stream.receive(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                grant = await stream.receive()
             assert isinstance(grant, Grant) and grant.shared
             digest = frame_digest(ticket.secret, header(tokens), b"x" * 48)  # the memory holds zeros
             await stream.send(PackedFrames(SharedFrames((SharedFrame(header(tokens), offset, size, digest),)), ()))
             with pytest.raises(error) as caught:
-                await asyncio.wait_for(stream.receive(), WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    await stream.receive()
             assert getattr(caught.value, "reason", None) == reason
             await stream.close()
         assert all(sink.writes == 0 for sink in pair.host.sinks.values())
@@ -197,11 +193,13 @@ async def test_shared_frames_without_an_agreement_are_out_of_order() -> None:
         ticket, identity = pair.issue(TOKENS)
         stream = pair.transport.open(WAIT_S)
         await stream.send(make_opening(ticket, identity, pair.sends, logits_only=False))
-        grant = await asyncio.wait_for(stream.receive(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            grant = await stream.receive()
         assert isinstance(grant, Grant) and not grant.shared
         await stream.send(PackedFrames(SharedFrames((SharedFrame(header(1), 0, 48, bytes(32)),)), ()))
         with pytest.raises(InvalidRequest) as caught:
-            await asyncio.wait_for(stream.receive(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await stream.receive()
         assert caught.value.reason == "MESSAGE_ORDER"
         await stream.close()
         await pair.check_next_handoff_works()

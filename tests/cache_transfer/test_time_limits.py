@@ -24,7 +24,8 @@ async def test_a_sender_has_a_deadline(kind: str) -> None:
         sender = pair.sender(ticket, identity, pair.source(TOKENS), deadline_s=0.2)
         with pytest.raises(DeadlineExceeded):
             await sender.run()
-        await asyncio.wait_for(pair.host.over.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await pair.host.over.wait()
         assert len(pair.host.failed) == 1
         await pair.check_next_handoff_works()
 

@@ -103,7 +103,7 @@ def refused(read: Callable[[], object]) -> str:
         ("contract.attention.scale", lambda p: setattr(p.attention, "scale", float("inf"))),
         ("contract.attention.sliding_window", lambda p: p.attention.sliding_window.append(1)),
         ("contract.layers", lambda p: p.layers.extend([p.layers[0]] * 5000)),
-        ("contract.layers[1].planes", lambda p: p.layers[1].ClearField("planes")),
+        ("contract.layers.planes", lambda p: [layer.ClearField("planes") for layer in p.layers]),
         ("contract.layers[0].planes", lambda p: setattr(p.layers[0].planes[1], "name", "k")),
         ("contract.layers[0].k.heads", lambda p: setattr(p.layers[0].planes[0], "heads", 0)),
         ("contract.layers[0].k.heads", lambda p: setattr(p.layers[0].planes[0], "heads", 2**31)),

@@ -25,16 +25,17 @@ from pdserve.client import AsyncClient, Pair
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import ConfigError, FieldDifference, Unauthenticated, Unavailable
 from router.tenants import Tenant
-from tests.router.support import House, house, model
+from tests.router.support import MODEL, House, house, model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-KEY, WRONG = "sk-acme-0123456789abcdef", "sk-nobody-0123456789abcd"
+KEY, OTHER, WRONG = "sk-acme-0123456789abcdef", "sk-zeta-0123456789abcdef", "sk-nobody-0123456789abcd"
+TENANTS = (Tenant.of("acme", KEY), Tenant.of("zeta", OTHER))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def made() -> AsyncIterator[House]:
-    async with house(prefills=2, decodes=1, tenants=(Tenant.of("acme", KEY),)) as it:
+    async with house(prefills=2, decodes=1, tenants=TENANTS, operators=("acme",)) as it:
         await it.add_decode("small", engine=EngineConfig(dtype="fp32", pages=128, page_size=2))
         await it.add_decode("stranger", of=model(seed=1))
         yield it
@@ -103,6 +104,25 @@ async def test_status_shows_the_matrix_and_what_lies_behind_it(made: House) -> N
         "p0, p1 -> stranger refused:",
         f"    MODEL_DIGEST: {right} != {wrong} (must equal)",
     ]
+
+
+async def test_who_is_no_operator_sees_which_workers_fit_and_no_more_of_them(made: House) -> None:
+    told, watched, as_json = await asyncio.gather(
+        pdserve(made, "status", key=OTHER),
+        pdserve(made, "top", "--once", key=OTHER),
+        pdserve(made, "status", "--json", key=OTHER),
+    )
+    lines = told.stdout.splitlines()
+    assert ["p0", "prefill", "ready", MODEL] in [line.split() for line in lines]
+    assert ["p0", "yes", "yes", "NO"] in [line.split() for line in lines], "not even what is converted"
+    for done in (told, watched):
+        assert done.returncode == 0 and "shown to operators" in done.stdout
+    everything = told.stdout + watched.stdout + as_json.stdout
+    assert json.loads(as_json.stdout)["reduced"] is True
+    for worker in made.workers:
+        record = worker.record()
+        assert record.endpoints[0].address not in everything
+        assert record.contract.digest().hex()[:8] not in everything and "MODEL_DIGEST" not in everything
 
 
 async def test_status_in_a_pipe_cuts_no_id_and_shows_addresses_that_conformance_takes(made: House) -> None:
@@ -227,14 +247,16 @@ async def test_a_router_process_takes_its_tenants_from_the_file_it_is_given(tmp_
     )
     try:
         assert router.stdout is not None
-        words = (await asyncio.wait_for(router.stdout.readline(), 30)).decode().split()
+        async with asyncio.timeout(30):
+            words = (await router.stdout.readline()).decode().split()
         async with AsyncClient(words[3], api_key=KEY) as client, AsyncClient(words[3]) as nobody:
             assert (await client.status()).workers == ()
             with pytest.raises(Unauthenticated):
                 await nobody.status()
     finally:
         router.terminate()
-        out, errors = await asyncio.wait_for(router.communicate(), 30)
+        async with asyncio.timeout(30):
+            out, errors = await router.communicate()
     assert router.returncode == 0 and KEY.encode() not in out + errors
 
 

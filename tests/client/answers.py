@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from pdserve.client import Accepted, Finish, HandoffRecord, Usage
 from pdserve.errors import FieldDifference, PdserveError
 from pdserve.rpc import convert
 from pdserve.rpc.events import PositionLogprobs, TokenBatch, TokenLogprob
+from pdserve.rpc.later_fields import later_fields
 from pdserve.rpc.status import abort, to_detail
 from pdserve.v1 import gateway_pb2 as pb
 from tests.rpc.gateway import ScriptedGateway
@@ -51,6 +53,17 @@ def answering(*events: Any, requests: list[Any] | None = None) -> ScriptedGatewa
             yield message(event)
             if isinstance(event, PdserveError):
                 await abort(context, event)
+
+    return ScriptedGateway(generate=generate)
+
+
+def reading(requests: list[Any]) -> ScriptedGateway:
+    """A router that knows every field, and answers nothing else."""
+
+    async def generate(request: Any, context: Any) -> AsyncIterator[pb.GenerateEvent]:
+        requests.append(request)
+        yield message(replace(ACCEPTED, read_fields=tuple(later_fields(request))))
+        yield message(FINISH)
 
     return ScriptedGateway(generate=generate)
 

@@ -11,13 +11,13 @@ from pdserve.client import AsyncClient, Client
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.request import SamplingParams
 from pdserve.rpc import convert
-from tests.client.answers import FINISH, Ask, answering
+from tests.client.answers import FINISH, Ask, answering, reading
 from tests.rpc.gateway import serving
 
 
 async def test_every_argument_reaches_the_server(ask: Ask) -> None:
     requests: list[Any] = []
-    async with serving(answering(FINISH, requests=requests)) as server:
+    async with serving(reading(requests)) as server:
         await ask(
             server.address,
             "generate",

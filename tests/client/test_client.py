@@ -12,6 +12,8 @@ from pdserve.v1 import gateway_pb2 as pb
 from tests.client.answers import ACCEPTED, BATCHES, FINISH, LOGPROBS, RECORD, USAGE, Ask, answering, message
 from tests.rpc.gateway import ScriptedGateway, serving
 
+LISTED = ("several", "several.prompts.text")
+
 
 async def test_events_arrive_in_order_with_whole_characters(ask: Ask) -> None:
     async with serving(answering(ACCEPTED, *BATCHES, RECORD, FINISH)) as server:
@@ -39,7 +41,7 @@ async def test_calls_are_put_together_from_their_parts_and_several_prompts_count
 
     async def generate(request: Any, context: Any) -> AsyncIterator[pb.GenerateEvent]:
         for prompt in range(2):
-            yield message(Accepted("id", "tiny", 3, 7, prompt))
+            yield message(Accepted("id", "tiny", 3, 7, prompt, LISTED))
         for n, part in enumerate(parts):
             tokens = convert.tokens_to_proto(TokenBatch(n, (n,), b"", choice=1))
             yield pb.GenerateEvent(tokens=tokens, tool_calls=[part])

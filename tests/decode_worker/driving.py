@@ -36,7 +36,8 @@ class Gate:
         self._task = asyncio.create_task(r.worker._thread.run(hold))
 
     async def closed(self) -> None:
-        await asyncio.wait_for(self._closed.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await self._closed.wait()
 
     async def open(self) -> None:
         self._open.set()

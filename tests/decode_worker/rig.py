@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,10 +20,7 @@ from cache_transfer.wire import contract_to_proto, identity_from_proto, ticket_f
 from decode_worker.sequence import State
 from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker
-from pdserve.engine.blocks import BlockManager
 from pdserve.engine.engine import Engine
-from pdserve.engine.handover import SequenceSource
-from pdserve.engine.plan import Chunk, StepCounters, StepPlan
 from pdserve.errors import DeadlineExceeded
 from pdserve.local import LocalOutput, LocalRunner
 from pdserve.registry.records import Registry
@@ -37,37 +33,10 @@ from pdserve.rpc.status import from_rpc_error
 from pdserve.rpc.writing import write
 from pdserve.tokenizer import Bundle
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.decode_worker.prefill_side import Computed, Prefill
 from tests.engine.tiny import tiny_engine
 
 WAIT_S = 10.0
-
-
-@dataclass
-class Computed:
-    """A prompt's cache and raw logits at its last token."""
-
-    ids: tuple[int, ...]
-    source: SequenceSource
-    dtype: str
-    logits: bytes
-    counters: StepCounters
-
-
-class Prefill:
-    """Computes prompts on an engine of its own; pages are never reused."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.blocks = BlockManager(engine.config.pages, engine.config.page_size)
-        self.contract: WorkerContract = engine.contract()
-
-    def compute(self, ids: Sequence[int]) -> Computed:
-        pages = self.blocks.allocate(secrets.token_hex(4), self.blocks.pages_for(len(ids)))
-        out = self.engine.step(StepPlan((Chunk("p", tuple(ids), 0, pages),)))
-        row = out.logits["p"][-1]
-        dtype = "float64" if row.dtype == torch.float64 else "fp32"
-        source = SequenceSource(self.engine.cache, pages, 0, len(ids))
-        return Computed(tuple(ids), source, dtype, row.numpy().tobytes(), out.counters)
 
 
 @dataclass
@@ -109,7 +78,8 @@ class Call:
     async def event(self) -> decode_pb2.DecodeEvent:
         """The next event; raises the call's typed error."""
         try:
-            event = await asyncio.wait_for(self.call.read(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                event = await self.call.read()
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         assert isinstance(event, decode_pb2.DecodeEvent), "the stream ended"
@@ -172,7 +142,8 @@ class States(logging.Handler):
         self.reached[state].set()
 
     async def wait(self, state: State) -> None:
-        await asyncio.wait_for(self.reached[state].wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await self.reached[state].wait()
 
 
 class Rig:
@@ -237,7 +208,8 @@ class Rig:
         return sender
 
     async def push(self, admitted: decode_pb2.Admitted, computed: Computed, **changes: Any) -> SendReport:
-        return await asyncio.wait_for(self.sender(admitted, computed, **changes).run(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            return await self.sender(admitted, computed, **changes).run()
 
     async def generate(self, ids: Sequence[int], params: SamplingParams, **options: Any) -> Answer:
         """The whole path: admit, compute, push, read to the end."""
@@ -254,7 +226,8 @@ class Rig:
 
     async def empty(self) -> None:
         """Waits until no sequence is left, then checks every account."""
-        await asyncio.wait_for(self.worker.pipeline.quiet.wait(), 1.0)
+        async with asyncio.timeout(1.0):
+            await self.worker.pipeline.quiet.wait()
         self.worker.blocks.check_integrity()
         assert self.worker.blocks.held_count == 0
         assert not self.worker.blocks.holdings()

@@ -17,12 +17,12 @@ from decode_worker.settings import DecodeSettings
 from decode_worker.stream import EventStream
 from decode_worker.worker import DecodeWorker
 from pdserve.errors import ConfigError, DeadlineExceeded, Internal, PdserveError, Refused, Unavailable
-from pdserve.registry import pool_worker
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.records import READY, STALLED
 from pdserve.registry.settings import RegistrySettings
 from pdserve.request import SamplingParams
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from pdserve.worker import pool_worker
 from tests.decode_worker.driving import Gate, bring_to
 from tests.decode_worker.rig import WAIT_S, Call, Rig, local, rig
 from tests.decode_worker.small_bundle import small_bundle
@@ -161,10 +161,12 @@ async def test_a_stuck_step_does_not_keep_the_worker(
             engine.step = hang  # type: ignore[method-assign, assignment]
             await bring_to(State.DECODING, r, call)
             [sequence] = r.worker.pipeline.sequences
-            await asyncio.wait_for(begun.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await begun.wait()
             try:
                 with caplog.at_level(logging.ERROR):
-                    await asyncio.wait_for(r.worker.stop(), 5.0)
+                    async with asyncio.timeout(5.0):
+                        await r.worker.stop()
                 assert "1 requests with 3 pages are abandoned" in caplog.text
                 assert "an engine step that does not end is abandoned" in caplog.text
             finally:

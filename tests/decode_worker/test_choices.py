@@ -209,7 +209,8 @@ async def test_one_choice_that_fails_ends_the_others() -> None:
         r.worker.pipeline.end(running[1], State.FAILED, Internal("broken", reason="SAMPLER_FAILED"))
         with pytest.raises(PdserveError) as caught:
             while True:
-                await asyncio.wait_for(call.event(), 10)
+                async with asyncio.timeout(10):
+                    await call.event()
         assert caught.value.reason == "SAMPLER_FAILED"
         await r.describe_until(lambda: r.worker.pipeline.scheduler.idle)
 

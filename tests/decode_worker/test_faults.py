@@ -176,10 +176,11 @@ async def test_a_slow_reader_pauses_only_its_own_sequence() -> None:
         assert sequence.stream.unread == 5
         ids: tuple[int, ...] = ()
         sizes = []
-        while not isinstance(event := await asyncio.wait_for(sequence.stream.next(), WAIT_S), Finish):
-            assert isinstance(event, TokenBatch) and event.first_index == len(ids)
-            ids += event.ids
-            sizes.append(len(event.ids))
+        async with asyncio.timeout(WAIT_S):
+            while not isinstance(event := await sequence.stream.next(), Finish):
+                assert isinstance(event, TokenBatch) and event.first_index == len(ids)
+                ids += event.ids
+                sizes.append(len(event.ids))
         assert sizes[0] == 5 and max(sizes) <= 5  # what waited came as one message
         assert ids == local([prompt(9)], LONG)[0].ids
 

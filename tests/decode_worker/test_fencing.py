@@ -23,7 +23,8 @@ from decode_worker.worker import DecodeWorker
 from pdserve.errors import Cancelled, Fenced, PdserveError
 from pdserve.request import SamplingParams
 from pdserve.v1 import decode_pb2, worker_pb2
-from tests.decode_worker.rig import WAIT_S, Call, Computed, Rig, local, rig
+from tests.decode_worker.prefill_side import Computed
+from tests.decode_worker.rig import WAIT_S, Call, Rig, local, rig
 from tests.engine.tiny import prompt, tiny_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, seed=0)
@@ -148,7 +149,8 @@ async def test_a_page_is_not_handed_on_while_its_writer_stands_still() -> None:
         assert r.worker.blocks.held_count == 3
 
         guard.let_go()
-        ticket = await asyncio.wait_for(answer, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            ticket = await answer
         assert ticket.attempt == 2
         with pytest.raises(Fenced):
             await old
@@ -171,7 +173,8 @@ async def test_a_page_of_a_caller_that_went_away_is_not_handed_on_while_its_writ
             await some_turns(r)
             assert not pushed.done() and r.worker.blocks.held_count == 3
             guard.let_go()
-            await asyncio.wait_for(pushed, WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await pushed
             assert (await second.answer()).ids == local([others], PARAMS)[0].ids
         with pytest.raises((Fenced, Cancelled)):
             await old
@@ -207,5 +210,6 @@ async def test_retries_and_departures_at_random_never_share_a_page(seed: int) ->
                     assert (await call.answer()).ids == local([ids], PARAMS)[0].ids
 
         fates = [draw.choice(["plain", "retries", "leaves"]) for _ in range(8)]
-        await asyncio.wait_for(asyncio.gather(*(request(n, fate) for n, fate in enumerate(fates))), 2 * WAIT_S)
+        async with asyncio.timeout(2 * WAIT_S):
+            await asyncio.gather(*(request(n, fate) for n, fate in enumerate(fates)))
         assert guard.faults == []

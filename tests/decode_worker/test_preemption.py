@@ -179,8 +179,10 @@ async def test_the_end_of_one_that_waits_for_its_pages(how: str, first: bool) ->
                     draining = asyncio.create_task(r.worker.drain(0.0))
                     with pytest.raises(Unavailable):
                         await call.answer()
-                    await asyncio.wait_for(draining, WAIT_S)
-            await asyncio.wait_for(r.worker.pipeline.quiet.wait(), 1.0)
+                    async with asyncio.timeout(WAIT_S):
+                        await draining
+            async with asyncio.timeout(1.0):
+                await r.worker.pipeline.quiet.wait()
             blocked.free()
 
 
@@ -214,7 +216,8 @@ async def test_the_end_of_one_that_computes_its_tokens_again(how: str) -> None:
         with preempting(r, (6,), hold):
             async with r.call(prompt(9), params) as call:
                 await r.push(await call.admitted(), r.prefill.compute(call.ids))
-                await asyncio.wait_for(decode.inside.wait(), WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    await decode.inside.wait()
                 [sequence] = r.worker.pipeline.sequences
                 assert recomputing(sequence) and sequence.stepping and r.worker.blocks.held_count
                 draining = None
@@ -231,7 +234,8 @@ async def test_the_end_of_one_that_computes_its_tokens_again(how: str) -> None:
                 assert r.worker.blocks.held_count  # the step writes them still
                 opened.__exit__(None, None, None)
                 if draining is not None:
-                    await asyncio.wait_for(draining, WAIT_S)
+                    async with asyncio.timeout(WAIT_S):
+                        await draining
         await r.empty()
         last = decode.steps[-1].plan.chunks
         assert [chunk.logits for chunk in last] == ["none"]  # no further chunk was begun
@@ -252,53 +256,3 @@ async def test_others_go_on_while_one_computes_its_tokens_again() -> None:
         assert [a.ids for a in answers] == [w.ids for w in wanted]
     mixed = [step.plan.chunks for step in decode.steps if len(step.plan.chunks) == 2]
     assert any({len(chunk.ids) for chunk in chunks} == {1, 3} for chunks in mixed)
-
-
-async def stuck(r: Rig, key: str) -> Sequence:
-    """Waits until a sequence cannot grow and no step runs."""
-    [sequence] = [s for s in r.worker.pipeline.scheduler.running if s.key.startswith(key)]
-    await r.describe_until(lambda: r.worker.pipeline.scheduler._memory.stuck and not sequence.stepping)
-    assert r.worker.blocks.available_count == 0 and sequence.pages
-    return sequence
-
-
-async def test_growth_waits_for_a_cache_in_transfer_and_goes_on_when_that_breaks_off() -> None:
-    params = replace(GREEDY, max_tokens=22)
-    async with rig(decode=tiny_engine(deterministic=True, pages=8), growth_watermark=0.0) as r:
-        async with (
-            r.call(prompt(9), params, request_id="a") as call,
-            r.call(prompt(14, seed=1), replace(GREEDY, max_tokens=9)) as other,
-        ):
-            sender = r.sender(await other.admitted(), r.prefill.compute(other.ids), layers=1)
-            pushing = asyncio.create_task(sender.run())
-            await r.states.wait(State.RECEIVING)
-            await r.push(await call.admitted(), r.prefill.compute(call.ids))
-            await r.states.wait(State.DECODING)
-            await stuck(r, "a")
-            pushing.cancel()
-            await asyncio.wait({pushing})
-            assert (await call.answer()).ids == undisturbed([prompt(9)], params)[0].ids
-        assert r.worker.pipeline.scheduler.counters.preemptions == 0
-
-
-async def test_pins_that_keep_one_from_growing_end_with_their_requests_or_tickets() -> None:
-    """One of two pinned prefixes is used, while the sequence that it stood in the way of waits; the other expires."""
-    params = replace(GREEDY, max_tokens=24)
-    async with rig(decode=tiny_engine(deterministic=True, pages=8), growth_watermark=0.0, ticket_ttl_s=1.5) as r:
-        await r.generate(prompt(5), replace(GREEDY, max_tokens=3))
-        async with (
-            r.call((*prompt(5), 1), replace(GREEDY, max_tokens=9)) as used,
-            r.call((*prompt(5), 2), replace(GREEDY, max_tokens=9)) as unused,
-            r.call(prompt(9, seed=1), params, request_id="a") as call,
-        ):
-            pushed = await used.admitted()
-            assert [pushed.ticket.held_tokens, (await unused.admitted()).ticket.held_tokens] == [4, 4]
-            await r.push(await call.admitted(), r.prefill.compute(call.ids))
-            await r.states.wait(State.PREEMPTED)
-            async with r.call((*prompt(5), 3), replace(GREEDY, max_tokens=4)) as late:
-                assert (await late.admitted()).ticket.held_tokens == 0  # no pin is added meanwhile
-            await r.push(pushed, r.prefill.compute(used.ids))
-            assert (await used.answer()).ids == undisturbed([used.ids], replace(GREEDY, max_tokens=9))[0].ids
-            assert (await call.answer()).ids == undisturbed([call.ids], params)[0].ids
-            with pytest.raises(DeadlineExceeded):
-                await unused.answer()

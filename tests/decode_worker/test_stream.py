@@ -33,7 +33,8 @@ async def test_a_reader_that_waits_is_woken() -> None:
     await asyncio.sleep(0)
     assert not reader.done()
     stream.put(token(0))
-    assert await asyncio.wait_for(reader, 1) == token(0)
+    async with asyncio.timeout(1):
+        assert await reader == token(0)
 
 
 async def test_an_error_comes_after_what_waits_and_nothing_after_it() -> None:

@@ -37,7 +37,8 @@ async def test_a_pool_of_half_pushed_caches_empties_with_no_new_traffic() -> Non
                 assert caught.value.reason in ("RECEIVE_TIMEOUT", "TICKET_EXPIRED")
                 with pytest.raises(PdserveError):
                     await push
-            await asyncio.wait_for(r.worker.pipeline.quiet.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await r.worker.pipeline.quiet.wait()
             assert r.worker.blocks.held_count == 0
         ids = prompt(LENGTH, seed=9)
         assert (await r.generate(ids, PARAMS)).ids == local([ids], PARAMS)[0].ids
@@ -56,5 +57,6 @@ async def test_tickets_that_nobody_uses_free_their_pinned_prefixes() -> None:
                 with pytest.raises(DeadlineExceeded) as caught:
                     await call.answer()
                 assert caught.value.reason == "TICKET_EXPIRED"
-            await asyncio.wait_for(r.worker.pipeline.quiet.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await r.worker.pipeline.quiet.wait()
             assert r.worker.blocks.held_count == 0

@@ -40,10 +40,12 @@ async def test_health_follows_a_stuck_engine() -> None:
         seen = [(await watch.read()).status]
         free = threading.Event()
         stuck = asyncio.create_task(r.worker._thread.run(free.wait, WAIT_S))
-        seen.append((await asyncio.wait_for(watch.read(), WAIT_S)).status)
+        async with asyncio.timeout(WAIT_S):
+            seen.append((await watch.read()).status)
         free.set()
         await stuck
-        seen.append((await asyncio.wait_for(watch.read(), WAIT_S)).status)
+        async with asyncio.timeout(WAIT_S):
+            seen.append((await watch.read()).status)
         watch.cancel()
         assert seen == [SERVING, NOT_SERVING, SERVING]
 
@@ -178,10 +180,12 @@ async def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> No
         sys.executable, "-m", "decode_worker", *arguments, stdout=pipe, stderr=pipe
     )
     assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), 60)
+    async with asyncio.timeout(60):
+        line = await process.stdout.readline()
     assert line.startswith(b"decode worker ready: 127.0.0.1:"), await process.communicate()
     process.send_signal(signal.SIGTERM)
-    out, err = await asyncio.wait_for(process.communicate(), 30)
+    async with asyncio.timeout(30):
+        out, err = await process.communicate()
     assert (process.returncode, out, err) == (0, b"", b"")
 
 

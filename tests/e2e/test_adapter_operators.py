@@ -30,12 +30,13 @@ async def test_with_tenants_only_operators_change_anything(made: Adapted) -> Non
         with pytest.raises(Unauthenticated):
             await it.client.load_adapter("blue", "blue")
         async with AsyncClient(it.router.address, api_key=KEYS["guest"]) as guest:
-            for change in (guest.load_adapter("blue", "blue"), guest.unload_adapter("red")):
+            for change in (guest.load_adapter("blue", "blue"), guest.unload_adapter("red"), guest.adapters()):
                 with pytest.raises(PermissionDenied) as refused:
                     await change
                 assert refused.value.reason == "NOT_OPERATOR"
-            assert [[a.name for a in worker.adapters] for worker in await guest.adapters()] == [["red"]] * 2
+            assert [model.adapters for model in await guest.models()] == [("red",)]
         async with AsyncClient(it.router.address, api_key=KEYS["owner"]) as owner:
+            assert [[a.name for a in worker.adapters] for worker in await owner.adapters()] == [["red"]] * 2
             assert not [worker.error for worker in await owner.load_adapter("blue", "blue") if worker.error]
 
 

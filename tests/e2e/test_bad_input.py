@@ -71,7 +71,8 @@ async def undisturbed(made: Stack, expected: tuple[int, ...]) -> AsyncIterator[N
     async with aclosing(good) as events:
         with decode.held():
             ids = await read_tokens(events, 1)
-            await asyncio.wait_for(decode.inside.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await decode.inside.wait()
             await made.until(lambda: not made.prefills[0].blocks.held_count)
             before = [(w.blocks.held_count, w.blocks.cached_count) for w in made.workers]
             yield
@@ -181,5 +182,6 @@ async def test_all_at_once(shared: Stack, expected: tuple[int, ...]) -> None:
     async with undisturbed(shared, expected), channel(shared.router.address) as link:
         stub = gateway_pb2_grpc.GatewayStub(link)
         calls = [stub.Generate(request, timeout=WAIT_S) for request, _, _, _ in GRPC.values()]
-        codes = await asyncio.wait_for(asyncio.gather(*(call.code() for call in calls)), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            codes = await asyncio.gather(*(call.code() for call in calls))
         assert codes == [code for _, code, _, _ in GRPC.values()]

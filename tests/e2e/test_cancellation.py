@@ -20,7 +20,7 @@ from pdserve.request import SamplingParams
 from tests.e2e.stack import FREE_S, MODEL, Stack, alone, pair, stack, streaming
 from tests.e2e.watched import WAIT_S, WatchedEngine, WatchedHost, engine
 from tests.engine.tiny import TINY, prompt
-from tests.prefill_worker.rig import GatedSink
+from tests.prefill_worker.decode_side import GatedSink
 from tests.router.support import bundle, model
 
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=8)
@@ -39,7 +39,8 @@ async def asking(made: Stack, ids: Sequence[int], params: SamplingParams) -> Asy
 
     accepted = asyncio.Event()
     task = asyncio.create_task(second())
-    await asyncio.wait_for(accepted.wait(), WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        await accepted.wait()
     try:
         yield task
         assert not task.done()
@@ -58,7 +59,8 @@ async def test_while_streaming() -> None:
     async with pair(decode=decode) as made:
         with decode.held():
             async with streaming(made, prompt(40), ENDLESS):
-                await asyncio.wait_for(decode.inside.wait(), WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    await decode.inside.wait()
                 assert made.decodes[0].blocks.held_count == 11  # 40 tokens and the one it computes
             await told_to_end(made)
             assert made.decodes[0].blocks.held_count == 11  # a step writes them still
@@ -79,7 +81,8 @@ async def test_over_http(stream: bool) -> None:
             with decode.held():
                 sending = http.stream("POST", "/v1/chat/completions", json={**body, "ignore_eos": True})
                 opening = asyncio.create_task(sending.__aenter__())
-                await asyncio.wait_for(decode.inside.wait(), WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    await decode.inside.wait()
                 if stream:
                     answer = await opening
                     assert (await anext(answer.aiter_lines())).startswith("data: ")
@@ -98,7 +101,8 @@ async def test_in_the_middle_of_a_long_prompt() -> None:
     async with pair(prefill) as made:
         with prefill.held():
             async with asking(made, prompt(400), GREEDY):
-                await asyncio.wait_for(prefill.inside.wait(), WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    await prefill.inside.wait()
                 assert made.prefills[0].blocks.held_count == 100
             await made.until(lambda: any(p.dropped for p in made.prefills[0].pipeline.scheduler.running))
         await made.check_free(FREE_S)
@@ -113,7 +117,8 @@ async def test_in_prefills_queue() -> None:
         await made.add_decode()
         with prefill.held():
             first = asyncio.create_task(made.ask(prompt(20), GREEDY))
-            await asyncio.wait_for(prefill.inside.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await prefill.inside.wait()
             scheduler = made.prefills[0].pipeline.scheduler
             async with asking(made, prompt(30), GREEDY):
                 await made.until(lambda: len(scheduler.waiting) == 1)
@@ -129,7 +134,8 @@ async def test_while_decode_has_no_pages_for_it() -> None:
         worker = made.decodes[0]
         with decode.held():
             first = asyncio.create_task(made.ask(prompt(30), replace(GREEDY, max_tokens=20)))
-            await asyncio.wait_for(decode.inside.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await decode.inside.wait()
             held = worker.blocks.held_count
             async with asking(made, prompt(31, seed=1), replace(GREEDY, max_tokens=20)):
                 await made.until(lambda: len(worker.pipeline.scheduler.grants) == 1)
@@ -166,7 +172,8 @@ async def test_while_a_thread_writes_its_frames() -> None:
         held = receiver._host = HeldWrites(receiver._host)
         try:
             async with asking(made, prompt(40), GREEDY):
-                await asyncio.wait_for(held.writing.wait(), WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    await held.writing.wait()
                 assert decode.blocks.held_count
             await made.until(lambda: not prefill.blocks.held_count and not prefill.pipeline.jobs, FREE_S)
             await told_to_end(made)

@@ -159,7 +159,8 @@ async def test_cancelled(house: House, step: Step, part: Part, way: Way) -> None
     held = house.held[part]
     held.arm(step)
     asking = asyncio.ensure_future(way(house.made))
-    await asyncio.wait_for(held.reached.wait(), WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        await held.reached.wait()
     assert not asking.done()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -175,7 +176,8 @@ async def test_cancelled_between_two_layers_of_a_chunk(house: House, way: Way) -
     steps, layers = len(computing.steps), computing.layers_begun
     with computing.held():
         asking = asyncio.ensure_future(way(made))
-        await asyncio.wait_for(computing.inside.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await computing.inside.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await made.until(lambda: all(p.dropped for p in made.prefills[0].pipeline.scheduler.running), FREE_S)

@@ -61,7 +61,8 @@ class DecodeCall:
 
     async def next(self) -> decode_pb2.DecodeEvent:
         """Raises what gRPC raises."""
-        event = await asyncio.wait_for(self._call.read(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            event = await self._call.read()
         assert isinstance(event, decode_pb2.DecodeEvent), "the stream ended"
         return event
 
@@ -154,7 +155,8 @@ async def test_a_push_with_another_contract_is_refused_and_its_ticket_stays_good
         try:
             await push.send(make_opening(ticket, identity, altered, logits_only=False))
             with pytest.raises(Incompatible) as caught:
-                await asyncio.wait_for(push.receive(), WAIT_S)  # no grant
+                async with asyncio.timeout(WAIT_S):
+                    await push.receive()  # no grant
         finally:
             await push.close()
         check_named(caught.value, code)

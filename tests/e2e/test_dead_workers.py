@@ -69,7 +69,8 @@ async def waiting(made: Stack, prefill: WatchedEngine) -> AsyncIterator[list[asy
     already = len(worker.pipeline.sequences)
     with prefill.held():
         tasks = [asyncio.create_task(made.ask(ids, GREEDY)) for ids in PROMPTS]
-        await asyncio.wait_for(prefill.inside.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await prefill.inside.wait()
         await made.until(lambda: len(worker.pipeline.sequences) == already + 3)
         yield tasks
 
@@ -77,7 +78,8 @@ async def waiting(made: Stack, prefill: WatchedEngine) -> AsyncIterator[list[asy
 async def check_moved(tasks: list[asyncio.Task[Completion]], lost: str, **now: str) -> None:
     """All came to the right answer, on the second attempt, on the workers named."""
     for task, ids in zip(tasks, PROMPTS, strict=True):
-        answer = await asyncio.wait_for(task, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            answer = await task
         assert answer.ids == alone(ids, GREEDY).ids
         assert answer.record is not None and answer.record.attempts == 2
         assert {name: getattr(answer.record, name) for name in now} == now
@@ -105,7 +107,8 @@ async def test_a_decode_worker_that_stops() -> None:
                 await made.add_decode(worker_id="d1")
                 stopping = asyncio.create_task(made.remove(made.decodes[0]))
                 doomed.let_go()  # a worker stops between two steps
-                await asyncio.wait_for(stopping, WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    await stopping
                 assert members(made) == ["d1", "p0"]
                 prefill.let_go()
                 await check_goes_on(events)
@@ -124,7 +127,8 @@ async def test_a_prefill_worker_that_stops() -> None:
             await made.add_prefill(worker_id="p1")
             stopping = asyncio.create_task(made.remove(made.prefills[0]))
             await made.until(lambda: "p0" not in members(made))
-        await asyncio.wait_for(stopping, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await stopping
         await check_moved(tasks, "prefill worker p0", prefill_worker="p1", decode_worker="d0")
         # Whoever has its cache needs no prefill worker any more.
         assert (await before).ids == alone(prompt(30), longer).ids
@@ -139,7 +143,8 @@ async def test_the_only_worker_of_a_pool_stops(role: str) -> None:
         async with waiting(made, prefill) as tasks:
             stopping = asyncio.create_task(made.remove(made.prefills[0] if role == "prefill" else made.decodes[0]))
             await made.until(lambda: len(members(made)) == 1)
-        await asyncio.wait_for(stopping, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await stopping
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(error, Unavailable) and error.reason == "DRAINING" and error.retryable
         with pytest.raises(Unavailable) as caught:
@@ -179,13 +184,15 @@ async def test_a_drained_worker_finishes_what_it_has() -> None:
         old = await made.add_decode(draining)
         with draining.held():
             first = asyncio.create_task(made.ask(prompt(30), longer))
-            await asyncio.wait_for(draining.inside.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await draining.inside.wait()
             await made.add_decode(worker_id="d1")
             ending = asyncio.create_task(old.drain(WAIT_S))
             await made.until(lambda: members(made) == ["d1", "p0"])
             second = await made.ask(prompt(30), longer)
         answer = await first
-        await asyncio.wait_for(ending, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await ending
         assert answer.ids == second.ids == alone(prompt(30), longer).ids
         assert answer.record is not None and second.record is not None
         assert (answer.record.decode_worker, second.record.decode_worker) == ("d0", "d1")

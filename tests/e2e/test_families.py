@@ -6,6 +6,7 @@ The two workers keep pages of other sizes and axis orders, so every K and V is m
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from tests.e2e.stack import pair
 from tests.engine.loading import peers
+from tests.engine.loading.unequal import make_unequal, write_unequal
 
 FAMILIES = (
     "llama-yarn",
@@ -38,10 +40,14 @@ FAMILIES = (
     "starcoder2",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-global-heads",
     "qwen3-moe-mixed",
     "mixtral",
     "qwen2-moe",
     "minimax-m2",
+    "gpt-oss",
+    "lfm2",
     "stablelm-parallel",
     "nemotron",
     "falcon-groups",
@@ -57,7 +63,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, seed=0, ignore_eos=True
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_a_handed_over_answer_is_the_peers(name: str, tmp_path: Path) -> None:
     peer = peers.make_peer(name)
-    path, ids = peers.save_peer(peer, tmp_path / "model"), peers.prompt(23)
+    await handed_over(peer, peers.save_peer(peer, tmp_path / "model"))
+
+
+async def handed_over(peer: Any, path: Path) -> None:
+    """One request through a pair of workers, compared with the peer."""
+    ids = peers.prompt(23)
     own = {"dtype": "fp32", "kernels": "plain"}
     prefill = Engine(load_model(path, "fp32"), EngineConfig(**own, pages=32, page_size=4))  # type: ignore[arg-type]
     decode = Engine(load_model(path, "fp32"), EngineConfig(**own, pages=32, page_size=3, axis_order="nhd"))  # type: ignore[arg-type]
@@ -72,6 +83,11 @@ async def test_a_handed_over_answer_is_the_peers(name: str, tmp_path: Path) -> N
             torch.testing.assert_close(torch.from_numpy(first.copy()), logits, rtol=0, atol=peers.TOLERANCE)
         wanted.append(int(logits.argmax()))
     assert list(answer.ids) == wanted[len(ids) :]
+
+
+async def test_layers_of_unequal_sizes_in_a_gguf_file_are_handed_over(tmp_path: Path) -> None:
+    peer = make_unequal()
+    await handed_over(peer, write_unequal(peer, tmp_path / "deci.gguf"))
 
 
 async def test_workers_that_serve_other_contexts_have_other_longrope_factors_and_are_told_apart(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ async def test_an_answer_that_goes_on_elsewhere_leaves_one_process_only_at_a_nea
             async with it.stopped(greedy, cut, reader) as (task, worker, stopping):
                 lose(worker)
                 stopping.let_go()
-                answer = await asyncio.wait_for(task, WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    answer = await task
             assert answer.record is not None and answer.record.attempts == 2
             bound = near_tie(base.logits, TOLERANCES["fp32"])
             assert answer.ids[:bound] == base.ids[:bound] and len(answer.ids) == OUTPUT

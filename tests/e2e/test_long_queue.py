@@ -28,7 +28,8 @@ async def test_only_what_prefill_computes_has_pages_at_decode() -> None:
         prompts = [prompt(20, seed=n) for n in range(REQUESTS)]
         with prefill.held():
             asking = [asyncio.create_task(made.ask(ids, PARAMS)) for ids in prompts]
-            await asyncio.wait_for(prefill.inside.wait(), WAIT_S)  # the first one computes, the others queue
+            async with asyncio.timeout(WAIT_S):
+                await prefill.inside.wait()  # the first one computes, the others queue
             await made.until(lambda: len(made.prefills[0].pipeline.scheduler.waiting) == REQUESTS - 1)
             await made.until(lambda: kinds(made) == {"grant": 1, "ticket": REQUESTS - 1})
             assert decode.blocks.held_count == 6  # 20 tokens and the first growth, in pages of four
@@ -48,7 +49,8 @@ async def test_with_prefixes_that_are_here_the_queue_holds_half_of_the_pool_at_m
         prompts = [(*known[n % 2], *prompt(3, seed=90 + n)) for n in range(REQUESTS)]  # five pages of each are here
         with prefill.held():
             asking = [asyncio.create_task(made.ask(ids, PARAMS)) for ids in prompts]
-            await asyncio.wait_for(prefill.inside.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await prefill.inside.wait()
             await made.until(lambda: len(made.prefills[0].pipeline.scheduler.waiting) == REQUESTS - 1)
             await made.until(lambda: kinds(made)["grant"] == 1)
             assert kinds(made)["ticket"] == REQUESTS - 1

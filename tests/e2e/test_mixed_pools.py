@@ -189,10 +189,12 @@ async def test_a_request_whose_last_pair_vanishes_before_its_first_token_is_serv
         assert isinstance(old, WatchedEngine)
         with old.held():
             asking = asyncio.create_task(made.ask(ids, GREEDY))
-            await asyncio.wait_for(old.inside.wait(), 10)  # it is being prefilled by the first version
+            async with asyncio.timeout(10):
+                await old.inside.wait()  # it is being prefilled by the first version
             await going.add(V2, "p", "d")
             removing = asyncio.create_task(made.remove(workers["pd".index(lost)]))
-            answer = await asyncio.wait_for(asking, 20)
+            async with asyncio.timeout(20):
+                answer = await asking
         await removing
         check(answer, ids, going.versions)
         assert answer.record is not None and answer.record.decode_worker == "d3"
@@ -236,9 +238,11 @@ async def test_when_no_pair_is_left_the_last_failure_is_told() -> None:
         assert isinstance(old, WatchedEngine)
         with old.held():
             asking = asyncio.create_task(made.ask(IDS[0], GREEDY))
-            await asyncio.wait_for(old.inside.wait(), 10)
+            async with asyncio.timeout(10):
+                await old.inside.wait()
             removing = asyncio.create_task(made.remove(prefill))
             with pytest.raises(PdserveError) as caught:
-                await asyncio.wait_for(asking, 20)
+                async with asyncio.timeout(20):
+                    await asking
         await removing
         assert caught.value.retryable

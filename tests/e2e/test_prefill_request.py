@@ -45,7 +45,8 @@ async def slow() -> AsyncIterator[tuple[Stack, WatchedEngine]]:
 
 async def held_for_a_while(prefill: WatchedEngine) -> None:
     with prefill.held():
-        await asyncio.wait_for(prefill.inside.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await prefill.inside.wait()
         await pause(PREFILL_S)
 
 

@@ -1,4 +1,4 @@
-"""Prefixes that either side already holds: right answers at every split, exact counts, and only true hits.
+"""Prefixes that either side already holds: right answers at every split, and exact counts.
 
 A worker finds whole pages of its own page size and never the last token of a prompt: its logits
 must be computed. What decode holds does not travel, what prefill holds is not computed.
@@ -7,11 +7,8 @@ must be computed. What decode holds does not travel, what prefill holds is not c
 from __future__ import annotations
 
 import asyncio
-import functools
-import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import httpx
 import pytest
@@ -19,51 +16,18 @@ import pytest_asyncio
 import torch
 
 from pdserve.client import AsyncClient, Completion
-from pdserve.engine import blocks, prefix
 from pdserve.engine.checks import TOLERANCES
 from pdserve.errors import InvalidRequest
-from pdserve.local import LocalRunner
-from pdserve.request import SamplingParams
-from router.tenants import Tenant
-from tests.e2e.stack import Answer, Stack, Worker, alone_on, pair, stack
+from tests.e2e.prefixes import GREEDY, LENGTH, expected, found, whole
+from tests.e2e.stack import Stack, Worker, pair, stack
 from tests.e2e.test_fast_mode import near_tie
 from tests.e2e.watched import WatchedEngine, engine
-from tests.engine.tiny import TINY, prompt, tiny_engine
+from tests.engine.tiny import prompt
 from tests.router.support import MODEL, house
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LENGTH = 37  # two pages of 16 and five tokens
-GREEDY = SamplingParams(temperature=0, max_tokens=3, seed=0, ignore_eos=True)
 WARM = replace(GREEDY, max_tokens=2)  # the shortest output whose prompt's cache decode keeps, and one token more
-TOKEN_BYTES = TINY.layers * 2 * TINY.kv_heads * TINY.head_dim * 4  # K and V of one token
-LOGITS_BYTES = TINY.vocab_size * 4
-
-
-@functools.cache
-def local(deterministic: bool) -> LocalRunner:
-    torch.set_num_threads(1)
-    return LocalRunner(tiny_engine(deterministic=deterministic, pages=256), chunk_tokens=7)
-
-
-@functools.cache
-def expected(ids: tuple[int, ...], deterministic: bool = True) -> Answer:
-    return alone_on(local(deterministic), ids, GREEDY)
-
-
-def whole(tokens: int, page_size: int, of: int = LENGTH) -> int:
-    """Tokens that are found of a prompt of `of` tokens, when the first `tokens` are held."""
-    return min(tokens, of - 1) // page_size * page_size
-
-
-def found(completion: Completion) -> tuple[int, int]:
-    """Prompt tokens that prefill, and that decode held already; every figure that tells of them must agree."""
-    record, usage = completion.record, completion.usage
-    assert record is not None
-    at_prefill = record.prompt_tokens - record.computed_tokens
-    assert usage.cached_prompt_tokens == at_prefill
-    assert record.bytes_sent == record.sent_tokens * TOKEN_BYTES + LOGITS_BYTES
-    return at_prefill, record.prompt_tokens - record.sent_tokens
 
 
 def forget(worker: Worker) -> None:
@@ -233,7 +197,8 @@ async def test_an_announced_prefix_is_still_there_when_the_rest_arrives() -> Non
         assert isinstance(prefill, WatchedEngine)
         with prefill.held():
             asking = asyncio.create_task(made.ask(ids, GREEDY))
-            await asyncio.wait_for(prefill.inside.wait(), 10)
+            async with asyncio.timeout(10):
+                await prefill.inside.wait()
             (waiting,) = decode.pipeline.sequences
             announced = waiting.held
             assert len(announced) == 8
@@ -261,69 +226,6 @@ async def test_announced_prefixes_never_take_more_than_half_of_the_pages() -> No
             assert any(not s.held for s in ungranted)  # the bound was reached
         for ids, got in zip(warm * 2, await asyncio.gather(*asking), strict=True):
             assert got.ids == expected(ids).ids
-
-
-# -- a digest finds, a comparison decides -------------------------------------------------------
-
-SAME = bytes(32)
-# Ways in which two links can share a digest, each a fault of its own.
-COLLISIONS: dict[str, tuple[str, Any]] = {
-    "all pages": ("_chain", lambda parent, content: SAME),
-    "other ids": ("_chain", lambda parent, content: hashlib.sha256(parent).digest()),
-    "other parent": ("_chain", lambda parent, content: hashlib.sha256(content).digest()),
-    "other identity": ("_root", lambda identity: SAME),
-}
-
-
-async def confuse(made: Stack) -> list[tuple[tuple[int, ...], Completion]]:
-    """Prompts that collide under one or another of these: equal pages in other places, other pages in equal places."""
-    a, b, c, d = (prompt(4, seed=seed) for seed in range(4))
-    end = (5,)
-    asked = [(*a, *b, *end), (*c, *d, *end), (*c, *b, *end), (*a, *d, *end), (*b, *a, *end)]
-    return [(ids, await made.ask(ids, GREEDY)) for ids in asked]
-
-
-@pytest.mark.parametrize("kind", COLLISIONS)
-async def test_equal_digests_are_not_enough(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, *COLLISIONS[kind])
-    async with pair() as made:
-        for ids, got in await confuse(made):
-            assert got.ids == expected(ids).ids
-            assert made.first_logits(got) == expected(ids).first_logits
-            at_prefill, at_decode = found(got)
-            assert max(at_prefill, at_decode) <= 4  # at most the first page, which is truly the same
-
-
-KEYS = {name: f"sk-{name}-0123456789abcdef" for name in ("acme", "zeta")}
-
-
-async def ask_as(made: Stack, tenant: str, ids: tuple[int, ...]) -> Completion:
-    async with AsyncClient(made.router.address, api_key=KEYS[tenant]) as client:
-        return await client.complete(token_ids=ids, sampling=GREEDY, want_record=True)
-
-
-@pytest.mark.parametrize("kind", ["all pages", "other identity"])
-@pytest.mark.parametrize("compared", [True, False])
-async def test_equal_digests_do_not_join_tenants(kind: str, compared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same prompt under the same digests; without the comparison the other tenant would be served from it."""
-    monkeypatch.setattr(prefix, *COLLISIONS[kind])
-    monkeypatch.setattr(prefix, "_root", lambda identity: SAME)
-    if not compared:
-        monkeypatch.setattr(blocks, "same", lambda found, wanted: True)
-    ids = prompt(5, seed=3)
-    async with pair(tenants=tuple(Tenant.of(name, key) for name, key in KEYS.items())) as made:
-        counts = [found(await ask_as(made, tenant, ids)) for tenant in ("acme", "acme", "zeta")]
-        assert counts == [(0, 0), (4, 4), (0, 0) if compared else (4, 4)]
-
-
-@pytest.mark.parametrize("kind", ["all pages", "other ids", "other parent"])
-async def test_without_the_comparison_they_would_answer_wrongly(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plant that shows what the comparison is for."""
-    monkeypatch.setattr(prefix, *COLLISIONS[kind])
-    monkeypatch.setattr(blocks, "same", lambda found, wanted: True)
-    async with pair() as made:
-        answers = await confuse(made)
-        assert any(made.first_logits(got) != expected(ids).first_logits for ids, got in answers)
 
 
 # -- what is not offered ------------------------------------------------------------------------

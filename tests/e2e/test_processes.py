@@ -105,7 +105,8 @@ async def test_requests_before_their_first_token_succeed_elsewhere(
         await until(client, lambda s: any(w.load.waiting + w.load.running for w in s.workers if w.worker_id == doomed))
     finally:
         house.workers[doomed].kill()
-    answers = await asyncio.wait_for(asyncio.gather(*waiting), WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        answers = await asyncio.gather(*waiting)
     assert [answer.ids for answer in answers] == expected
     records = [answer.record for answer in answers if answer.record is not None]
     moved = [record for record in records if record.attempts > 1]
@@ -134,7 +135,8 @@ async def test_streams_of_a_killed_worker_go_on_at_another_and_it_is_out_within_
     begun = asyncio.Semaphore(0)
     streams = asyncio.gather(*(stream(ids) for ids in PROMPTS))
     for _ in PROMPTS:
-        await asyncio.wait_for(begun.acquire(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await begun.acquire()
     house.workers["d0"].kill()
     house.workers["p0"].kill()
     at = time.monotonic()
@@ -142,7 +144,8 @@ async def test_streams_of_a_killed_worker_go_on_at_another_and_it_is_out_within_
     await until(client, lambda s: names(s) == ("d1", "p1"), LEASE_S + 1.0)
     assert time.monotonic() - at < LEASE_S + 1.0
 
-    results = await asyncio.wait_for(streams, 2 * WAIT_S)
+    async with asyncio.timeout(2 * WAIT_S):
+        results = await streams
     assert [answer.ids for answer in results] == await asyncio.to_thread(one_process, LONG)
     records = [answer.record for answer in results if answer.record is not None]
     moved = [record for record in records if record.attempts > 1]

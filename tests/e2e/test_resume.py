@@ -58,7 +58,8 @@ async def test_the_answer_is_the_uninterrupted_one(name: str) -> None:
             async with it.stopped(CASES[name], tokens) as (task, worker, stopping):
                 lose(worker)
                 stopping.let_go()
-                answer = await asyncio.wait_for(task, WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    answer = await task
             check(answer, EXPECTED[name])
             assert answer.record is not None and answer.record.attempts == 2
             assert answer.record.decode_worker != worker.worker_id

@@ -36,8 +36,9 @@ async def test_a_worker_that_leaves(way: str, outcome: str) -> None:
         if way == "drains":
             await it.made.until(lambda: any(s.ending for s in worker.pipeline.sequences))
             stopping.let_go()
-        await asyncio.wait_for(leaving, WAIT_S)
-        answer = await asyncio.wait_for(task, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await leaving
+            answer = await task
         check(answer, EXPECTED)
         assert answer.record is not None
         first, second = answer.record.history
@@ -52,7 +53,8 @@ async def test_a_worker_that_leaves(way: str, outcome: str) -> None:
 async def test_a_worker_that_stands_still_and_then_goes_on() -> None:
     """The router gives it up; what it does later disturbs nobody, and its pages come back."""
     async with scene(inter_token_timeout_s=SILENCE_S) as it, it.stopped(GREEDY, 3) as (task, worker, stopping):
-        answer = await asyncio.wait_for(task, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            answer = await task
         check(answer, EXPECTED)
         assert answer.record is not None and answer.record.history[0].outcome == INTER_TOKEN_TIMEOUT
         assert answer.record.decode_worker != worker.worker_id
@@ -80,7 +82,8 @@ async def test_two_losses_in_one_answer() -> None:
             at.let_go()
         for each in left:
             each.let_go()
-        answer = await asyncio.wait_for(task, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            answer = await task
         check(answer, EXPECTED)
         assert answer.record is not None
         assert [a.first_index for a in answer.record.history] == [0, 2, 5]
@@ -100,7 +103,8 @@ async def test_a_loss_while_the_client_reads_slowly(way: Callable[[DecodeWorker]
             while not isinstance(event := await anext(events), TokenBatch):
                 continue
             got.append(event)
-            await asyncio.wait_for(stopping.inside.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await stopping.inside.wait()
             await it.add_decode("d1")
             result = way(lost)
             if asyncio.iscoroutine(result):
@@ -130,7 +134,8 @@ async def test_a_late_clean_up_does_not_touch_the_next_attempt_on_the_same_worke
         shared = set(old.pages) & set(new.pages)
         assert shared == set(new.pages[: len(shared)]) and len(shared) == len(IDS) // 4
         stopping.let_go()
-        check(await asyncio.wait_for(task, WAIT_S), EXPECTED)
+        async with asyncio.timeout(WAIT_S):
+            check(await task, EXPECTED)
 
 
 async def test_with_nobody_left_it_is_a_typed_error_and_what_was_delivered_is_counted() -> None:
@@ -140,7 +145,8 @@ async def test_with_nobody_left_it_is_a_typed_error_and_what_was_delivered_is_co
             async with it.stopped(GREEDY, 5, reader=reader) as (task, worker, stopping):
                 lose(worker)
                 stopping.let_go()
-                await asyncio.wait_for(task, WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    await task
         assert caught.value.reason == "ENDED"
         assert reader.ids == EXPECTED.ids[:5]
         assert not any(isinstance(event, Finish) for event in reader.events)
@@ -161,7 +167,8 @@ async def test_the_error_event_counts_what_was_delivered() -> None:
         call = stub.Generate(message, timeout=WAIT_S)
         while sum(len(event.tokens.ids) for event in got) < 4:
             got.append(await call.read())
-        await asyncio.wait_for(it.engines[0].inside.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await it.engines[0].inside.wait()
         lose(it.made.decodes[0])
         last = await call.read()
         assert last.WhichOneof("event") == "error" and last.error.reason == "ENDED"
@@ -216,7 +223,8 @@ async def test_the_number_of_attempts_is_bounded_in_mid_stream_too() -> None:
             async with it.stopped(GREEDY, 2) as (task, worker, stopping):
                 lose(worker)
                 stopping.let_go()
-                await asyncio.wait_for(task, WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    await task
         assert caught.value.reason == "ENDED"
 
 
@@ -242,7 +250,8 @@ async def test_an_answer_that_goes_on_can_lose_its_pages_to_another_and_get_them
         reader = Reader(it.made, IDS, params)
         task = asyncio.create_task(reader.read())
         await it.made.until(partial(reader.has, 10))
-        await asyncio.wait_for(stopping.inside.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await stopping.inside.wait()
         await it.add_decode("d1", pages=22)  # of 4 tokens: less than two answers of 70
         small, worker = it.engines[1], it.made.decodes[1]
         # Placement keeps away from the first worker.
@@ -250,12 +259,14 @@ async def test_an_answer_that_goes_on_can_lose_its_pages_to_another_and_get_them
         it.made.router.pool.begin(member, 0, 10_000)
         small.stop_at(3)
         neighbour = asyncio.create_task(it.made.ask(other, params))
-        await asyncio.wait_for(small.inside.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await small.inside.wait()
         lose(doomed)
         await it.made.until(lambda: len(worker.pipeline.scheduler.running) == 2)
         small.let_go()
         stopping.let_go()
-        check(await asyncio.wait_for(task, WAIT_S), alone(params))
-        check(await asyncio.wait_for(neighbour, WAIT_S), alone(params, other))
+        async with asyncio.timeout(WAIT_S):
+            check(await task, alone(params))
+            check(await neighbour, alone(params, other))
         accounts = await it.made._accounts(worker)
         assert accounts.preemptions > 0

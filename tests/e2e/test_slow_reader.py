@@ -57,10 +57,12 @@ async def test_pages_under_a_slow_reader_are_not_evicted() -> None:
         with reader.released():
             slow = asyncio.create_task(made.ask(SLOW, PARAMS))
             assert await asyncio.to_thread(reader.reading.wait, WAIT_S)
-            others = await asyncio.wait_for(asyncio.gather(*traffic(made)), 2 * WAIT_S)
+            async with asyncio.timeout(2 * WAIT_S):
+                others = await asyncio.gather(*traffic(made))
             assert not slow.done()
             assert prefill.blocks.held_count == 6  # the slow one's, all through
-        got = await asyncio.wait_for(slow, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            got = await slow
         assert got.ids == alone(SLOW, PARAMS).ids
         assert made.first_logits(got) == alone(SLOW, PARAMS).first_logits
         for number, other in enumerate(others):
@@ -79,10 +81,12 @@ async def test_pages_whose_lease_ended_under_a_slow_reader_wait_for_it() -> None
             (job,) = prefill.pipeline.jobs.values()
             await made.until(lambda: job.ending is not None)
             for each in traffic(made):
-                await asyncio.wait_for(each, WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    await each
             assert prefill.blocks.held_count == 6 and not slow.done()
         with pytest.raises(DeadlineExceeded) as caught:
-            await asyncio.wait_for(slow, WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await slow
         assert caught.value.reason == "LEASE_ENDED"
         await made.check_free()
         assert (await made.ask(SLOW, PARAMS)).ids == alone(SLOW, PARAMS).ids

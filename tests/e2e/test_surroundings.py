@@ -67,7 +67,8 @@ async def test_children_born_under_traffic_disturb_nothing_and_inherit_nothing()
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-S", "-c", OPEN_FILES), stdout=subprocess.PIPE, close_fds=False
         )
-        out, _ = await asyncio.wait_for(child.communicate(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            out, _ = await child.communicate()
         inherited = [line for line in out.decode().splitlines() if "socket:" in line and int(line.split()[0]) in before]
         assert child.returncode == 0 and out and not inherited
         forked = os.fork()
@@ -123,7 +124,8 @@ async def test_probes_through_a_long_silence_cost_no_connection() -> None:
         assert len(connected) == 1
         with prefill.held():
             asking = asyncio.create_task(client.complete(token_ids=IDS, sampling=GREEDY, timeout_s=WAIT_S))
-            await asyncio.wait_for(prefill.inside.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await prefill.inside.wait()
             await pause(3.2)
             assert not asking.done()
         assert (await asking).ids == alone(IDS, GREEDY).ids

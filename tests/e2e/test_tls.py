@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import ssl
 from collections.abc import AsyncIterator
@@ -12,10 +13,13 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from click.testing import Result
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from typer.testing import CliRunner
 
-from pdserve.errors import PermissionDenied
+from pdserve.cli.main import app
+from pdserve.errors import ConfigError, PermissionDenied
 from pdserve.registry.open import open_registry
 from pdserve.request import SamplingParams
 from pdserve.rpc.channel import channel
@@ -85,6 +89,23 @@ async def test_the_ports_of_workers_refuse_whoever_is_not_a_part_that_needs_them
             error = from_rpc_error(caught.value, address)
             assert isinstance(error, PermissionDenied) and error.reason == "ROLE", (role, method, error)
         assert (await made.ask(prompt(9, seed=2), GREEDY)).ids == alone(prompt(9, seed=2), GREEDY).ids
+
+
+async def test_a_worker_that_uses_tls_can_be_examined_by_who_has_the_certificates_of_both_parts(folder: Path) -> None:
+    async with secured(folder) as made:
+        worker, router = ["--worker-tls", str(folder / WORKER)], ["--tls", str(folder / ROUTER)]
+
+        async def examine(*flags: str) -> Result:
+            command = ["conformance", made.decodes[0].address, "--only", "a whole cache", *flags]
+            return await asyncio.to_thread(lambda: CliRunner().invoke(app, command))
+
+        examined = await examine(*router, *worker)
+        assert examined.exit_code == 0 and "1 passed, 0 failed" in examined.output, examined.output
+        examined = await examine(*router)  # may ask, and may not push
+        assert examined.exit_code == 1 and "PERMISSION_DENIED" in examined.output, examined.output
+        for flags in ([], worker):
+            refused = await examine(*flags)
+            assert isinstance(refused.exception, ConfigError) and not refused.output, refused.output
 
 
 async def test_http_clients_show_certificates_where_they_must(folder: Path) -> None:

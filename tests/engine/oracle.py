@@ -21,8 +21,10 @@ def logits(model: LoadedModel, ids: Sequence[int]) -> Tensor:
     """Raw scores at every position, [n, vocab_size] in float64."""
     s, t = model.spec, {name: tensor.double() for name, tensor in model.tensors.items()}
     xs = [_embed(s, t, token, position) for position, token in enumerate(ids)]
+    embedded, kept = xs, Kept()
     for layer in range(s.layers):
-        xs = _layer(s, t, layer, xs)
+        xs = _layer(s, t, layer, xs, kept)
+        xs = [_finished(s, t, layer, x, token, first) for x, token, first in zip(xs, ids, embedded, strict=True)]
     rows = []
     for x in xs:
         if s.final_norm:
@@ -44,45 +46,114 @@ def _embed(s: ModelSpec, t: Mapping[str, Tensor], token: int, position: int) -> 
     return _norm(s, t, "embed_norm", x) if s.embed_norm else x
 
 
-def _layer(s: ModelSpec, t: Mapping[str, Tensor], layer: int, xs: list[Tensor]) -> list[Tensor]:
+def _finished(s: ModelSpec, t: Mapping[str, Tensor], layer: int, x: Tensor, token: int, embedded: Tensor) -> Tensor:
+    """What a layer gives, with what it adds of the token itself, times its factor."""
+    p, width = f"layers.{layer}.", s.layer_input_width
+    if width:
+        own = slice(layer * width, (layer + 1) * width)
+        context = _norm(s, t, "layer_in_norm", t["layer_in.weight"][own] @ embedded / math.sqrt(len(embedded)))
+        inputs = (context + t["layer_embed"][token][own] * math.sqrt(width)) / math.sqrt(2)
+        x = x + _norm(
+            s,
+            t,
+            p + "input_norm",
+            _affine(t, p + "input_proj", _act(s.activation, _affine(t, p + "input_gate", x)) * inputs),
+        )
+    return x * t[p + "layer_scale.scale"] if s.layer_scale else x
+
+
+Kept = dict[int, tuple[list[Tensor], list[Tensor]]]
+
+
+def _layer(s: ModelSpec, t: Mapping[str, Tensor], layer: int, xs: list[Tensor], kept: Kept) -> list[Tensor]:
     p = f"layers.{layer}."
     before = s.norm_order in ("pre", "sandwich")
-    inputs = [_norm(s, t, p + "attn_norm", x) if before else x for x in xs]
-    scheme = s.positions_of(layer)
-    q = [_heads(s, t, p + "q", h, s.heads, position, scheme) for position, h in enumerate(inputs)]
-    k = [_heads(s, t, p + "k", h, s.kv_heads, position, scheme) for position, h in enumerate(inputs)]
-    v = [_affine(t, p + "v", h).reshape(s.kv_heads, s.head_dim) for h in inputs]
+    norm = p + "attn_norm" if s.shape_of(layer).heads else ""
+    inputs = [_norm(s, t, norm, x) if before and norm else x for x in xs]
+    attended_rows = _attention(s, t, layer, p, inputs, kept)
     outputs = []
-    for i, x in enumerate(xs):
-        heads = [_attend(s, layer, i, h, q[i][h], [row[h * s.kv_heads // s.heads] for row in k],
-                         [row[h * s.kv_heads // s.heads] for row in v]) for h in range(s.heads)]  # fmt: skip
-        mlp = _experts if s.has_experts(layer) else _mlp
-        attended = _affine(t, p + "o", torch.cat(heads))
+    for x, attended in zip(xs, attended_rows, strict=True):
+        mlp = _beside if s.experts_beside else _experts if s.has_experts(layer) else _mlp
         if s.norm_order == "post":
             y = _norm(s, t, p + "attn_norm", x + attended * s.residual_scale)
             outputs.append(_norm(s, t, p + "mlp_norm", y + mlp(s, t, p, y) * s.residual_scale))
             continue
         after = s.norm_order in ("branch", "sandwich")
         y = x + (_norm(s, t, p + "attn_out_norm", attended) if after else attended) * s.residual_scale
+        if not s.ffn_of(layer) and not s.has_experts(layer):
+            outputs.append(y)
+            continue
         z = x if s.parallel else y
         name = "attn_norm" if s.one_norm else "mlp_norm"
-        added = mlp(s, t, p, _norm(s, t, p + name, z) if before else z)
+        added = mlp(s, t, p, z if s.experts_beside or not before else _norm(s, t, p + name, z))
         outputs.append(y + (_norm(s, t, p + "mlp_out_norm", added) if after else added) * s.residual_scale)
     return outputs
 
 
-def _attend(s: ModelSpec, layer: int, i: int, head: int, q: Tensor, ks: list[Tensor], vs: list[Tensor]) -> Tensor:
+def _attention(
+    s: ModelSpec, t: Mapping[str, Tensor], layer: int, p: str, inputs: list[Tensor], kept: Kept
+) -> list[Tensor]:
+    """What attention, or what stands in its place, adds at every position."""
+    shape, scheme = s.shape_of(layer), s.positions_of(layer)
+    if not shape.heads:
+        return [torch.zeros_like(h) for h in inputs]
+    if not shape.kv_heads:
+        return [_affine(t, p + "o", h) for h in inputs]
+    if shape.kernel:
+        return _convolve(t, p, shape.kernel, inputs)
+    d = shape.head_dim
+    q = [_heads(s, t, p + "q", h, shape.heads, d, position, scheme) for position, h in enumerate(inputs)]
+    if not s.kv_layers or s.kv_layers[layer] == layer:
+        values = p + ("k" if layer in s.key_is_value else "v")
+        k = [_heads(s, t, p + "k", h, shape.kv_heads, d, position, scheme) for position, h in enumerate(inputs)]
+        v = [_affine(t, values, h).reshape(shape.kv_heads, d) for h in inputs]
+        if s.v_norm:
+            v = [row / torch.sqrt((row * row).mean(1, keepdim=True) + s.norm_eps) for row in v]
+        kept[layer] = k, v
+    k, v = kept[s.kv_layers[layer] if s.kv_layers else layer]
+    own = [h * shape.kv_heads // shape.heads for h in range(shape.heads)]
+    rows = []
+    for i in range(len(inputs)):
+        heads = [
+            _attend(s, layer, i, h, q[i][h], [row[own[h]] for row in k], [row[own[h]] for row in v], _sink(s, t, p, h))
+            for h in range(shape.heads)
+        ]
+        rows.append(_affine(t, p + "o", torch.cat(heads)))
+    return rows
+
+
+def _convolve(t: Mapping[str, Tensor], p: str, kernel: int, inputs: list[Tensor]) -> list[Tensor]:
+    """Every channel by itself: the tokens up to one, the latest by the filter's last tap."""
+    gates = [_affine(t, p + "conv_in", h).reshape(3, -1) for h in inputs]
+    rows = []
+    for i, (_, out_gate, _) in enumerate(gates):
+        total = torch.zeros_like(out_gate)
+        for distance in range(min(kernel, i + 1)):
+            in_gate, _, x = gates[i - distance]
+            total = total + t[p + "conv.weight"][:, kernel - 1 - distance] * in_gate * x
+        rows.append(_affine(t, p + "conv_out", out_gate * (total + t.get(p + "conv.bias", 0.0))))
+    return rows
+
+
+def _sink(s: ModelSpec, t: Mapping[str, Tensor], p: str, head: int) -> float:
+    return float(t[p + "sinks"][head]) if s.attention_sinks else -math.inf
+
+
+def _attend(
+    s: ModelSpec, layer: int, i: int, head: int, q: Tensor, ks: list[Tensor], vs: list[Tensor], sink: float
+) -> Tensor:
     window = s.window(layer)
     seen = [j for j in range(i + 1) if not window or i - j < window]
-    scores = [float(q @ ks[j]) * s.scale for j in seen]
+    scores = [float(q @ ks[j]) * (s.attention_scale or len(q) ** -0.5) for j in seen]
     if s.soft_cap:
         scores = [s.soft_cap * math.tanh(score / s.soft_cap) for score in scores]
     if s.positions.kind == "alibi":
         scores = [score - _slope(head, s.heads) * (i - j) for score, j in zip(scores, seen, strict=True)]
     weights = [math.exp(score - max(scores)) for score in scores]
+    whole = sum(weights) + math.exp(sink - max(scores))
     total = torch.zeros_like(vs[0])
     for weight, j in zip(weights, seen, strict=True):
-        total = total + weight / sum(weights) * vs[j]
+        total = total + weight / whole * vs[j]
     return total
 
 
@@ -100,9 +171,16 @@ def _cap(cap: float, x: Tensor) -> Tensor:
 
 
 def _heads(
-    s: ModelSpec, t: Mapping[str, Tensor], name: str, h: Tensor, heads: int, position: int, scheme: PositionScheme
+    s: ModelSpec,
+    t: Mapping[str, Tensor],
+    name: str,
+    h: Tensor,
+    heads: int,
+    d: int,
+    position: int,
+    scheme: PositionScheme,
 ) -> Tensor:
-    rows = _affine(t, name, h).reshape(heads, s.head_dim)
+    rows = _affine(t, name, h).reshape(heads, d)
     if s.qk_norm and s.qk_norm_whole:
         rows = rows / torch.sqrt((rows * rows).mean() + s.norm_eps) * t[name + "_norm.scale"].reshape(rows.shape)
     elif s.qk_norm and s.qk_norm_each:
@@ -134,6 +212,8 @@ def _frequency(scheme: PositionScheme, pair: int) -> float:
     options, turns = dict(scheme.scaling_parameters), scheme.original_max_positions * plain / (2 * math.pi)
     if scheme.scaling == "linear":
         return plain / options["factor"]
+    if scheme.scaling == "proportional":
+        return plain / options["factor"] if pair < options["rotated"] else 0.0
     if turns < options["low_freq_factor"]:
         return plain / options["factor"]
     if turns > options["high_freq_factor"]:
@@ -148,21 +228,39 @@ def _mlp(s: ModelSpec, t: Mapping[str, Tensor], p: str, z: Tensor) -> Tensor:
     return _affine(t, p + "down", _act(s.activation, _affine(t, p + "gate", z)) * _affine(t, p + "up", z))
 
 
-def _experts(s: ModelSpec, t: Mapping[str, Tensor], p: str, z: Tensor) -> Tensor:
-    raw = [float(score) for score in t[p + "router.weight"] @ z]
+def _beside(s: ModelSpec, t: Mapping[str, Tensor], p: str, y: Tensor) -> Tensor:
+    """An MLP and experts, both of y."""
+    dense = _norm(s, t, p + "beside_mlp_norm", _mlp(s, t, p, _norm(s, t, p + "mlp_norm", y)))
+    routed = y / torch.sqrt((y * y).mean() + s.norm_eps) * t[p + "router_norm.scale"] / math.sqrt(len(y))
+    return dense + _norm(s, t, p + "beside_out_norm", _experts(s, t, p, _norm(s, t, p + "beside_norm", y), routed))
+
+
+def _experts(s: ModelSpec, t: Mapping[str, Tensor], p: str, z: Tensor, routed: Tensor | None = None) -> Tensor:
+    raw = [float(score) for score in _affine(t, p + "router", z if routed is None else routed)]
     scores = [1 / (1 + math.exp(-score)) if s.sigmoid_router else math.exp(score) for score in raw]
     added = t[p + "router_correction.bias"].tolist() if s.sigmoid_router else [0.0] * s.experts
     best = sorted(range(s.experts), key=lambda e: -scores[e] - added[e])[: s.active_experts]
     total = sum(scores[e] for e in best) if s.norm_experts else sum(scores)
-    out = torch.zeros_like(z)
+    out, kinds = torch.zeros_like(z), ("weight", "bias") if s.expert_bias else ("weight",)
     for e in best:
-        inner = _act(s.activation, t[p + "expert_gate.weight"][e] @ z) * (t[p + "expert_up.weight"][e] @ z)
-        out = out + scores[e] / total * (t[p + "expert_down.weight"][e] @ inner)
+        own = {f"{n}.{k}": t[f"{p}expert_{n}.{k}"][e] for n in ("gate", "up", "down") for k in kinds}
+        gate, up = _affine(own, "gate", z), _affine(own, "up", z)
+        inner = _swiglu(s, gate, up) if s.swiglu_limit else _act(s.activation, gate) * up
+        gain = float(t[p + "expert_gains.scale"][e]) if s.experts_beside else 1.0
+        out = out + gain * scores[e] / total * _affine(own, "down", inner)
     if not s.shared_width:
         return out
     share = 1 / (1 + math.exp(-float(t[p + "shared_router.weight"][0] @ z)))
     inner = _act(s.activation, t[p + "shared_gate.weight"] @ z) * (t[p + "shared_up.weight"] @ z)
     return out + share * (t[p + "shared_down.weight"] @ inner)
+
+
+def _swiglu(s: ModelSpec, gate: Tensor, up: Tensor) -> Tensor:
+    rows = []
+    for g, u in zip(gate.tolist(), up.tolist(), strict=True):
+        g, u = min(g, s.swiglu_limit), max(-s.swiglu_limit, min(u, s.swiglu_limit))
+        rows.append((u + 1) * g / (1 + math.exp(-s.swiglu_alpha * g)))
+    return torch.tensor(rows, dtype=gate.dtype)
 
 
 def _act(name: str, x: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def test_write_lands_where_attention_gathers() -> None:
     values = odd_values("fp32", 14).nan_to_num(1.0, 2.0, 3.0)
     for order in ("hnd", "nhd"):
         cache = make("fp32", order)
-        cache.write_rows("k", 1, cache.rows((0, 4), (0, 14), PAGES), memoryview(payload(values)))
+        cache.write_rows("k", 1, cache.rows(cache.shape("k", 0), (0, 4), (0, 14), PAGES), memoryview(payload(values)))
         k, v = cache.sequence(1, PAGES, 14)
         assert torch.equal(k, values.transpose(0, 1)) and not bool(v.any())
         other = make("fp32", order)
@@ -87,10 +87,12 @@ def test_write_lands_where_attention_gathers() -> None:
 def test_pieces_of_one_layout_fill_another() -> None:
     values = odd_values("bf16", 14)
     source, target = make("bf16", "hnd", 4), make("bf16", "nhd", 3)
-    source.write_rows("k", 0, source.rows((0, 4), (0, 14), PAGES), memoryview(payload(values)))
+    source.write_rows("k", 0, source.rows(source.shape("k", 0), (0, 4), (0, 14), PAGES), memoryview(payload(values)))
     for head in range(4):
         moved = joined(source.read_pieces("k", 0, (head, head + 1), (0, 14), PAGES))
-        target.write_rows("k", 0, target.rows((head, head + 1), (0, 14), (4, 3, 2, 1, 0)), memoryview(moved))
+        target.write_rows(
+            "k", 0, target.rows(target.shape("k", 0), (head, head + 1), (0, 14), (4, 3, 2, 1, 0)), memoryview(moved)
+        )
     assert joined(target.read_pieces("k", 0, (0, 4), (0, 14), (4, 3, 2, 1, 0))) == payload(values)
 
 
@@ -134,7 +136,7 @@ def test_ranges_out_of_bounds_are_refused(
     room = memoryview(bytearray(16 * max(0, heads[1] - heads[0]) * max(0, tokens[1] - tokens[0])))  # the right size
     for copy in (cache.write_rows, cache.read_rows):
         with pytest.raises(Internal):
-            copy(plane, layer, cache.rows(heads, tokens, PAGES), room)
+            copy(plane, layer, cache.rows(cache.shape("k", 0), heads, tokens, PAGES), room)
 
 
 def test_sequences_refuse_what_is_not_theirs() -> None:
@@ -169,7 +171,7 @@ def test_a_device_reads_and_writes_the_same_rows_and_no_others(order: str, dtype
     host.storage.copy_(torch.randn(host.storage.shape, generator=torch.Generator().manual_seed(3)))
     device.storage.copy_(host.storage)
     device.staging = Staging(HostLane())  # as on a device, whose rows the host cannot see
-    rows = host.rows(heads, (1, 9), (5, 2, 7))
+    rows = host.rows(host.shape("k", 0), heads, (1, 9), (5, 2, 7))
     size = rows.index.size * rows.row_bytes
     read, read_device = bytearray(size), bytearray(size)
     host.read_rows("k", 1, rows, memoryview(read))

@@ -1,4 +1,4 @@
-"""Each failure that the prefill contract lists (A11, A7), planted in the real engine.
+"""Each failure that the prefill contract lists, planted in the real engine.
 
 Every case shows three things: the named check reports the fault; with only that check off
 nothing reports it; and the fault does harm (logits differ from the healthy engine's).
@@ -216,7 +216,7 @@ def test_cache_of_another_adapter_is_not_reused(monkeypatch: pytest.MonkeyPatch)
     assert float((got - want).abs().max()) > 0.01
 
 
-# -- comparison with a baseline, layer by layer (A10) ------------------------------------------
+# -- comparison with a baseline, layer by layer ------------------------------------------------
 
 
 def traced(model: Engine, *plans: StepPlan) -> list[tuple[StepTrace, StepOutput]]:

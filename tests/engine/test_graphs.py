@@ -28,6 +28,8 @@ from tests.engine.tiny import TINY, prompt, run, spec, tiny_engine, tiny_model
 FAMILIES: dict[str, ModelSpec] = {
     "plain llama": TINY,
     "windows and a soft cap": spec(sliding_window=(0, 5, 70), soft_cap=2.0),
+    "attention sinks": spec(attention_sinks=True, sliding_window=(5, 0, 5)),
+    "inputs of each layer, a cache that two read": spec(layer_input_width=5, kv_layers=(0, 1, 1), v_norm=True),
     "alibi": spec(positions=PositionScheme(kind="alibi", dims=4)),
     "learned positions, layer norm": spec(
         positions=PositionScheme(kind="learned", dims=512), norm="layer", norm_shift=True, mlp="plain"
@@ -129,7 +131,9 @@ def test_staged_rows_are_those_of_the_pages_however_late_a_copy_is(
             size = 10 * (heads[1] - heads[0]) * 8 * plain.storage.element_size()
             payload = bytearray((layer * 31 + heads[0] * 17 + n) % 101 for n in range(size))
             for cache in (staged, plain):
-                cache.write_rows("v", layer, cache.rows(heads, tokens, pages), memoryview(bytes(payload)))
+                cache.write_rows(
+                    "v", layer, cache.rows(cache.shape("k", 0), heads, tokens, pages), memoryview(bytes(payload))
+                )
             payload[:] = bytes(size)  # the caller's memory is its own again
             read = [b"".join(cache.read_pieces("v", layer, heads, tokens, pages)) for cache in (staged, plain)]
             assert read[0] == read[1] != bytes(size)
@@ -144,7 +148,7 @@ def test_a_step_comes_after_the_rows_that_a_handoff_brought() -> None:
     for layer in range(TINY.layers):
         for plane in ("k", "v"):
             payload = b"".join(sender.cache.read_pieces(plane, layer, (0, 2), (0, 70), tables[0]))
-            rows = receiver.cache.rows((0, 2), (0, 70), tables[0])
+            rows = receiver.cache.rows(receiver.cache.shape("k", 0), (0, 2), (0, 70), tables[0])
             receiver.cache.write_rows(plane, layer, rows, memoryview(payload))
     chunk = Chunk("0", (9,), 70, tables[0])
     assert torch.equal(run(receiver, chunk).logits["0"], run(sender, chunk).logits["0"])
@@ -153,7 +157,7 @@ def test_a_step_comes_after_the_rows_that_a_handoff_brought() -> None:
 def test_a_row_that_fits_no_buffer_is_refused() -> None:
     cache = PagedCache(TINY, EngineConfig(pages=4), Staging(HostLane(), buffer_bytes=16))
     with pytest.raises(Internal, match="buffer"):
-        cache.write_rows("k", 0, cache.rows((0, 1), (0, 1), (0,)), memoryview(bytes(32)))
+        cache.write_rows("k", 0, cache.rows(cache.shape("k", 0), (0, 1), (0, 1), (0,)), memoryview(bytes(32)))
 
 
 @pytest.mark.parametrize("order", ["hnd", "nhd"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.ledger import Machine, Step, ledger, linear_cost, scalars_per_token
 from pdserve.engine.load import save_spec_checkpoint
 from pdserve.engine.plan import Chunk, EngineConfig, StepPlan
-from pdserve.engine.spec import ModelSpec
+from pdserve.engine.spec import LayerShape, ModelSpec
 from pdserve.engine.spec_file import read_spec
 from pdserve.engine.weights import expected_tensors
 from pdserve.errors import CheckpointError, InvalidRequest
@@ -111,6 +112,9 @@ def test_the_slower_of_compute_and_traffic_is_the_bound() -> None:
         spec(embed_width=24, out_width=40, tied_head=False),
         spec(norm_order="sandwich", embed_norm=True, logit_soft_cap=3.0),
         spec(experts=5, active_experts=2, expert_width=40, dense_layers=(0,), shared_width=24),
+        spec(experts=5, active_experts=2, expert_width=40, expert_bias=True, attention_sinks=True, qkv_bias=True),
+        spec(layer_input_width=5, kv_layers=(0, 1, 1), key_is_value=(1,), layer_ffn=(48, 48, 96), layer_scale=True),
+        spec(experts=5, active_experts=2, expert_width=40, experts_beside=True, norm_order="sandwich"),
     ],
 )
 def test_flops_are_those_that_torch_counts(of: ModelSpec) -> None:
@@ -155,6 +159,14 @@ MIXTURES = {
             expert_width=768, norm_experts=True,
         ), 30.5, 3.3,
     ),
+    "gpt-oss-20b": (
+        ModelSpec(
+            vocab_size=201088, width=2880, layers=24, heads=64, kv_heads=8, head_dim=64, ffn_width=2880,
+            context_limit=131072, positions=PositionScheme(kind="none"), sliding_window=(128, 0) * 12, experts=32,
+            active_experts=4, expert_width=2880, norm_experts=True, expert_bias=True, attention_sinks=True,
+            swiglu_alpha=1.702, swiglu_limit=7.0,
+        ), 20.91, 3.61 + 0.58,  # of what a token uses its makers leave the embedding out
+    ),
 }  # fmt: skip
 
 
@@ -170,6 +182,47 @@ def test_a_token_of_a_mixture_reads_what_its_makers_say_it_uses(name: str) -> No
     assert read(Step(1, 1)) / 1e9 == pytest.approx(active, abs=0.06)
     assert read(Step(4, 512)) / 1e9 == pytest.approx(whole, abs=0.06)  # every expert
     assert ledger(of, Step(4, 512)).row("expert up").flops == 2048 * ledger(of, Step(1, 1)).row("expert up").flops
+
+
+def gemma4(pattern: int, layers: int, wide: LayerShape, narrow: LayerShape, **options: Any) -> ModelSpec:
+    """Every `pattern`-th layer has no window, and heads of its own."""
+    shapes = tuple(wide if (i + 1) % pattern == 0 else narrow for i in range(layers))
+    return ModelSpec(
+        vocab_size=262144, layers=layers, context_limit=131072, positions=PositionScheme(kind="none"), tied_head=True,
+        heads=narrow.heads, kv_heads=narrow.kv_heads, head_dim=narrow.head_dim, layer_shapes=shapes,
+        norm_order="sandwich", qk_norm=True, v_norm=True, **options,
+    )  # fmt: skip
+
+
+# Of the published sizes; what the makers say that a token uses, and all that there is, in billions of parameters.
+GEMMA4 = {
+    "26B-A4B": (
+        gemma4(
+            6, 30, LayerShape(16, 2, 512), LayerShape(16, 8, 256), width=2816, ffn_width=2112, experts=128,
+            active_experts=8, expert_width=704, experts_beside=True, norm_experts=True,
+            key_is_value=tuple(range(5, 30, 6)),
+        ), 3.8, 25.2,
+    ),
+    "E2B": (  # without embeddings of each layer, and without what sees and hears
+        gemma4(
+            5, 35, LayerShape(8, 1, 512), LayerShape(8, 1, 256), width=1536, ffn_width=6144, layer_input_width=256,
+            layer_ffn=(6144,) * 15 + (12288,) * 20,
+            kv_layers=tuple(i if i < 15 else 14 if (i + 1) % 5 == 0 else 13 for i in range(35)),
+        ), 2.3, 2.3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GEMMA4)
+def test_a_token_of_gemma4_reads_what_its_makers_say_it_uses(name: str) -> None:
+    of, active, whole = GEMMA4[name]
+
+    def read(step: Step) -> float:
+        found = ledger(of, step, "bf16")
+        return (found.weight_bytes - sum(r.weight_bytes for r in found.rows if r.name.startswith("embedding"))) / 2e9
+
+    assert read(Step(1, 1)) == pytest.approx(active, abs=0.06)
+    assert read(Step(4, 512)) == pytest.approx(whole, abs=0.06)
 
 
 def test_cache_traffic_follows_the_cache_precision() -> None:

@@ -11,7 +11,9 @@ import torch
 from cache_transfer.contract import PositionScheme
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, EngineConfig
-from pdserve.engine.spec import ModelSpec
+from pdserve.engine.rope_scaling import proportional
+from pdserve.engine.runnable import check_spec
+from pdserve.engine.spec import LayerShape, ModelSpec
 from pdserve.errors import CheckpointError
 from tests.engine import oracle
 from tests.engine.tiny import ROPE, prompt, run, spec, tiny_model
@@ -23,8 +25,14 @@ LLAMA3 = PositionScheme(
 LINEAR = replace(ROPE, scaling="linear", scaling_parameters=(("factor", 3.0),))
 LEARNED = PositionScheme(kind="learned", dims=512)
 ALIBI = PositionScheme(kind="alibi", dims=4)
+NOTHING = LayerShape(0, 0, 8)  # of head_dim 8: canonical is 0, and any will do
 EXPERTS = {"experts": 5, "active_experts": 2, "expert_width": 16}
 BIASES = {"qkv_bias": True, "attn_out_bias": True, "mlp_bias": True, "head_bias": True, "projection_bias": True}
+NONE = PositionScheme(kind="none")
+CONVOLUTIONS = {
+    "layer_shapes": (LayerShape(1, 1, 32, 3), LayerShape(4, 2, 8), LayerShape(1, 1, 32, 4)),
+    "sliding_window": (3, 0, 4), "layer_positions": (NONE, ROPE, NONE),
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {},
     "multi-head": {"kv_heads": 4},
@@ -58,6 +66,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "experts, some layers dense": {**EXPERTS, "expert_width": 21, "dense_layers": (1,), "residual_scale": 0.5},
     "experts, one shared": {**EXPERTS, "shared_width": 11},
     "experts by sigmoids": {**EXPERTS, "sigmoid_router": True, "norm_experts": True},
+    "experts with biases and limits, attention sinks": {
+        **EXPERTS, "norm_experts": True, "expert_bias": True, "swiglu_alpha": 1.7, "swiglu_limit": 0.5,
+        "attention_sinks": True, "sliding_window": (5, 0, 5), "qkv_bias": True,
+    },
+    "sinks of one KV head, soft cap": {"kv_heads": 1, "attention_sinks": True, "soft_cap": 2.0},
     "one norm, and one for each head": {
         "parallel": True, "one_norm": True, "norm": "layer", "norm_shift": True, "qk_norm": True, "qk_norm_each": True,
     },
@@ -66,6 +79,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "linear": {"positions": LINEAR},
     "odd sizes": {"ffn_width": 37, "width": 30},
+    "proportional": {"positions": proportional(100.0, 8, 3, 2.0)},
+    "upper layers that read a lower one's cache": {
+        "layers": 4, "kv_layers": (0, 1, 0, 1), "layer_ffn": (48, 48, 96, 96), "sliding_window": (5, 0, 5, 0),
+        "qk_norm": True, "v_norm": True, "attention_scale": 1.0,
+    },
+    "keys that are values, inputs of each layer": {
+        "key_is_value": (0, 2), "v_norm": True, "layer_input_width": 7, "layer_scale": True, "qkv_bias": True,
+    },
+    "experts beside the MLP": {
+        **EXPERTS, "experts_beside": True, "norm_experts": True, "norm_order": "sandwich", "layer_scale": True,
+    },
+    "heads that differ": {
+        "layer_shapes": (LayerShape(4, 2, 8), LayerShape(4, 1, 16), LayerShape(2, 2, 8)), "layer_ffn": (48, 21, 5),
+        "sliding_window": (0, 5, 0), "qk_norm": True,
+    },
+    "short convolutions": {**CONVOLUTIONS, "conv_bias": True, "qk_norm": True, "layer_ffn": (48, 21, 0)},
+    "layers without attention, without an MLP": {
+        "layers": 5, "layer_ffn": (48, 0, 48, 0, 48), "qkv_bias": True,
+        "layer_shapes": (NOTHING, LayerShape(4, 2, 8), LayerShape(4, 0, 8), LayerShape(2, 1, 8), NOTHING),
+    },
 }  # fmt: skip
 
 
@@ -130,6 +163,11 @@ def test_other_dtypes_stay_near_the_oracle(dtype: str, tolerance: float) -> None
         ("qk_norm_each", {"qk_norm_each": True}),
         ("qk_norm_each", {"qk_norm": True, "qk_norm_each": True, "qk_norm_whole": True}),
         ("shared_width", {"shared_width": 8}),
+        ("expert_bias", {"expert_bias": True}),
+        ("experts_beside", {**EXPERTS, "experts_beside": True}),
+        ("experts_beside", {"experts_beside": True}),
+        ("swiglu_alpha", {"swiglu_alpha": 1.7, "swiglu_limit": 7.0}),
+        ("swiglu_limit", {**EXPERTS, "swiglu_alpha": 1.7}),
         ("sigmoid_router", {"sigmoid_router": True}),
         ("experts", {**EXPERTS, "mlp": "plain"}),
         ("mlp_bias", {**EXPERTS, "mlp_bias": True}),
@@ -149,12 +187,44 @@ def test_unknown_options_are_refused_by_name(field: str, changes: dict[str, Any]
     assert error.value.field == field
 
 
+@pytest.mark.parametrize(
+    "field, changes",
+    [
+        ("layer_shapes", {"layer_shapes": (LayerShape(4, 2, 8),)}),
+        ("layer_shapes", {"layer_shapes": (LayerShape(4, 3, 8),) * 3}),
+        ("layer_shapes", {"layer_shapes": (LayerShape(4, 2, 8), LayerShape(4, 0, 4), LayerShape(4, 2, 8))}),
+        ("layer_shapes", {"layer_shapes": (NOTHING,) * 3}),
+        ("kv_layers", {"kv_layers": (0, 1)}),
+        ("kv_layers", {"kv_layers": (0, 2, 2)}),
+        ("kv_layers", {"kv_layers": (0, 0, 1)}),
+        ("kv_layers", {"kv_layers": (0, 1, 3)}),
+        ("kv_layers", {"kv_layers": (0, 1, 1), "layer_shapes": (LayerShape(4, 2, 8),) * 2 + (LayerShape(4, 1, 8),)}),
+        ("key_is_value", {"key_is_value": (3,)}),
+        ("layer_input_width", {"layer_input_width": -1}),
+        ("layer_shapes", {**CONVOLUTIONS, "sliding_window": (3, 0, 3)}),
+        ("layer_shapes", {**CONVOLUTIONS, "layer_positions": (ROPE,) * 3}),
+        ("layer_shapes", {**CONVOLUTIONS, "width": 64}),
+        ("layer_ffn", {"layer_ffn": (48, 48)}),
+        ("layer_ffn", {"layer_ffn": (48, 48, -1)}),
+        ("positions.dims", {"layer_shapes": (LayerShape(4, 2, 8), LayerShape(4, 2, 6), LayerShape(4, 2, 8))}),
+        ("positions.kind", {"layer_shapes": (LayerShape(4, 4, 8),) * 2 + (LayerShape(4, 2, 8),), "positions": ALIBI}),
+        ("norm_order", {"layer_ffn": (48, 0, 48), "norm_order": "sandwich"}),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused_before_a_tensor_is_asked_for(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError) as error:
+        check_spec(spec(**changes))
+    assert error.value.field == field
+
+
 def test_two_engines_of_one_model_share_their_weights() -> None:
     model = tiny_model()
     a, b = (Engine(model, EngineConfig(dtype="fp32", pages=4)) for _ in range(2))
     for first, second in zip(a.decoder.layers, b.decoder.layers, strict=True):
-        assert first.qkv.weight.data_ptr() == second.qkv.weight.data_ptr()
-        assert first.up is not None and second.up is not None
-        assert first.up.weight.data_ptr() == second.up.weight.data_ptr()
-    fused = a.decoder.layers[0].qkv.weight.untyped_storage().data_ptr()
+        for one, other in ((first.qkv, second.qkv), (first.up, second.up)):
+            assert one is not None and other is not None
+            assert one.weight.data_ptr() == other.weight.data_ptr()
+    fused = model.tensors["layers.0.q.weight"].untyped_storage().data_ptr()
+    assert a.decoder.layers[0].qkv is not None
+    assert fused == a.decoder.layers[0].qkv.weight.untyped_storage().data_ptr()
     assert {model.tensors[f"layers.0.{x}.weight"].untyped_storage().data_ptr() for x in "qkv"} == {fused}

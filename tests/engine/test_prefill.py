@@ -13,7 +13,7 @@ from pdserve.engine import checks
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Chunk, EngineConfig
 from pdserve.engine.prefill import PrefillInputs, prefill
-from pdserve.errors import InvalidRequest
+from pdserve.errors import InvalidRequest, PdserveError
 from tests.engine import oracle
 from tests.engine.tiny import prompt, run, spec, tiny_engine, tiny_model
 
@@ -112,7 +112,7 @@ def test_preconditions(
 ) -> None:
     engine = tiny_engine()
     monkeypatch.setattr(engine.decoder, "embed", unreachable)
-    with pytest.raises(InvalidRequest) as error:
+    with pytest.raises(PdserveError) as error:
         prefill(engine, inputs, TABLES, **options)
     assert (error.value.reason, error.value.field) == (reason, field)
 

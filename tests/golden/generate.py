@@ -71,6 +71,11 @@ def good() -> Iterator[Vector]:
         "adapter and unequal planes", "an adapter, a tenant beyond ASCII, V narrower than K, the second attempt",
         make_contract(layers=1, k=(2, 4), v=(1, 2)), 5, attempt=2, adapter=bytes(range(32)), tenant="Käufer 東京",
     )  # fmt: skip
+    pair = make_contract().planes[0]
+    yield accepted(
+        "layers of unequal shapes", "one caches nothing, one a single plane of another name and shape",
+        make_contract(planes=(pair, (), (CachePlane("conv", 1, 6),))), 5,
+    )  # fmt: skip
     other = make_contract(page_size=7, page_axis_order="nhd", device="cuda", info={"torch": "3.0"}, context_limit=99)
     yield accepted(
         "converted", "page size, axis order and device differ and are converted", make_contract(), 5, sends=other

@@ -95,7 +95,8 @@ async def receive(entry: dict[str, Any], data: bytes) -> dict[str, Any]:
     host, stream = Host(replace(contract, kv_dtype=dtype_of(messages) or contract.kv_dtype)), Stream(messages)
     receiver = Receiver(book, contract, host)
     try:
-        await asyncio.wait_for(receiver.receive(stream), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await receiver.receive(stream)
     except PdserveError as error:
         assert host.done == []
         found |= {"result": "refused", "reason": error.reason, "status": grpc_code(error).name}

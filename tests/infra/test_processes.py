@@ -189,7 +189,7 @@ async def test_the_plain_manifests_serve_a_request(tmp_path: Path) -> None:
         http = running.wait_listening("router", "http")
         assert running.probe("router", "livenessProbe")
         client_files = running.certificates / CLIENT
-        async with AsyncClient(gateway, rpc_of(running.certificates, CLIENT), api_key=SECRET) as client:
+        async with AsyncClient(gateway, rpc_of(running.certificates, OPERATOR), api_key=SECRET) as client:
             await until(client, lambda status: running.check_alive() and len(status.workers) == 2, START_S)
             await until(client, lambda status: any(pair.fits for pair in status.pairs), START_S)
             assert running.probe("router", "readinessProbe")

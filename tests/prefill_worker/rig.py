@@ -1,9 +1,8 @@
-"""A prefill worker behind real gRPC, and a decode side of its own: tickets, receiver, pages, Transfer server."""
+"""A prefill worker behind real gRPC, and a decode side of its own (decode_side.py)."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -14,117 +13,21 @@ import grpc
 import torch
 from torch import Tensor
 
-from cache_transfer.contract import Endpoint, HandoffIdentity, Ticket, WorkerContract, prompt_digest
-from cache_transfer.pages import PageSink, Range
-from cache_transfer.receiver import ReceivedLogits, Receiver, ReceiveReport, ReceiverSettings
-from cache_transfer.service import TransferService
-from cache_transfer.service import register as register_transfer
-from cache_transfer.tickets import Claim, TicketBook
+from cache_transfer.contract import Ticket
 from cache_transfer.wire import contract_to_proto, identity_to_proto, ticket_to_proto
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.engine import Engine, OnLayer
-from pdserve.engine.handover import SequenceSink
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import Chunk, EngineConfig, StepOutput, StepPlan
-from pdserve.errors import PdserveError
 from pdserve.registry.records import Registry
 from pdserve.registry.settings import RegistrySettings
 from pdserve.rpc.channel import channel
-from pdserve.rpc.server import Server
 from pdserve.rpc.status import from_rpc_error
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from tests.engine.tiny import tiny_engine, tiny_model
-
-WAIT_S = 10.0
-
-
-@dataclass
-class Received:
-    """A cache that arrived whole."""
-
-    pages: tuple[int, ...]
-    logits: ReceivedLogits
-    report: ReceiveReport
-
-
-class GatedSink:
-    """Stops before the first write until `gate` is set; `reached` says that it has stopped."""
-
-    def __init__(self, sink: PageSink, reached: Callable[[], None], gate: threading.Event) -> None:
-        self._sink, self._reached, self._gate = sink, reached, gate
-
-    def write(self, plane: str, layer: int, heads: Range, tokens: Range, payload: memoryview) -> None:
-        self._reached()
-        assert self._gate.wait(WAIT_S)
-        self._sink.write(plane, layer, heads, tokens, payload)
-
-
-class DecodeSide:
-    """Implements ReceiverHost over an engine's cache; page size and axis order are its own."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.contract: WorkerContract = engine.contract()
-        self.blocks = BlockManager(engine.config.pages, engine.config.page_size)
-        self.book = TicketBook(secrets.token_bytes(16), 30.0, ())
-        self.receiver = Receiver(self.book, self.contract, self, ReceiverSettings(threads=1))
-        self.server = Server()
-        self.server.add(register_transfer, TransferService(self.receiver))
-        self.received: dict[bytes, Received] = {}
-        self.aborts: list[PdserveError] = []
-        self.refusal: PdserveError | None = None  # raised instead of granting
-        self.granting = asyncio.Event()  # a push asks for pages
-        self.may_grant = asyncio.Event()
-        self.may_grant.set()
-        self.writing = asyncio.Event()  # a frame is about to be written
-        self.may_write = threading.Event()
-        self.may_write.set()
-        self._pages: dict[bytes, tuple[int, ...]] = {}
-
-    async def start(self) -> None:
-        self.book._endpoints = (Endpoint(await self.server.start()),)
-
-    async def stop(self) -> None:
-        self.may_grant.set()
-        self.may_write.set()
-        await self.server.stop()
-        await asyncio.to_thread(self.receiver.close)
-
-    def ticket(
-        self, ids: Sequence[int], tenant: str = "t", *, held: int = 0, logits_only: bool = False
-    ) -> tuple[Ticket, HandoffIdentity]:
-        digest = prompt_digest(tuple(ids))
-        identity = HandoffIdentity(self.contract.digest(), None, tenant, digest, held, len(ids))
-        return self.book.issue("r", identity, held, logits_only), identity
-
-    async def grant(self, claim: Claim) -> PageSink:
-        self.granting.set()
-        await self.may_grant.wait()
-        if self.refusal is not None:
-            raise self.refusal
-        owner = claim.handoff_id.hex()
-        pages = () if claim.logits_only else self.blocks.allocate(owner, self.blocks.pages_for(claim.end))
-        self._pages[claim.handoff_id] = pages
-        sink = SequenceSink(self.engine.cache, pages, *((0, 0) if claim.logits_only else (claim.start, claim.end)))
-        loop = asyncio.get_running_loop()
-
-        def reached() -> None:
-            loop.call_soon_threadsafe(self.writing.set)
-
-        return GatedSink(sink, reached, self.may_write)
-
-    def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:
-        self.received[claim.handoff_id] = Received(self._pages[claim.handoff_id], logits, report)
-
-    def aborted(self, claim: Claim, error: PdserveError) -> None:
-        self.blocks.release(claim.handoff_id.hex())
-        self.aborts.append(error)
-
-    def cache(self, handoff_id: bytes, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """k, v [Hkv, length, d] as they arrived."""
-        return self.engine.cache.sequence(layer, self.received[handoff_id].pages, length)
+from tests.prefill_worker.decode_side import WAIT_S, DecodeSide
 
 
 class GatedEngine(Engine):
@@ -211,7 +114,8 @@ class Rig:
     async def outcome(self, call: Any) -> prefill_pb2.RunResponse:
         """Raises the typed error."""
         try:
-            response = await asyncio.wait_for(call, WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                response = await call
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         assert isinstance(response, prefill_pb2.RunResponse)
@@ -232,7 +136,8 @@ class Rig:
 
     async def idle(self, within_s: float = WAIT_S) -> None:
         """Returns when the worker has no prompt; then nothing is held."""
-        await asyncio.wait_for(self.worker.pipeline.quiet.wait(), within_s)
+        async with asyncio.timeout(within_s):
+            await self.worker.pipeline.quiet.wait()
         self.worker.blocks.check_integrity()
         assert self.worker.blocks.held_count == 0
         assert not self.worker.blocks.holdings()

@@ -24,7 +24,8 @@ from pdserve.v1 import prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from prefill_worker.worker import PrefillWorker
 from tests.e2e.processes import Process
 from tests.engine.tiny import prompt, tiny_engine, tiny_model
-from tests.prefill_worker.rig import WAIT_S, DecodeSide, Rig, check_equal, local, rig
+from tests.prefill_worker.decode_side import WAIT_S, DecodeSide
+from tests.prefill_worker.rig import Rig, check_equal, local, rig
 
 HALF, NOT_BEGUN = prompt(30, seed=1), prompt(25, seed=2)
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -44,7 +45,8 @@ async def both(made: Rig) -> AsyncIterator[list[Any]]:
     """Two calls under way: decode holds the first frame of one, and the other waits for its turn."""
     made.decode.may_write.clear()
     first = made.start(made.request(HALF))
-    await asyncio.wait_for(made.decode.writing.wait(), WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        await made.decode.writing.wait()
     second = made.start(made.request(NOT_BEGUN))
     await made.until_waiting(1)
     try:
@@ -70,14 +72,16 @@ async def test_what_is_there_finishes_within_the_grace_period() -> None:
         made.decode.may_write.set()
         for call, ids in zip(calls, (HALF, NOT_BEGUN), strict=True):
             assert (await made.outcome(call)).sent_tokens == len(ids)
-        await asyncio.wait_for(draining, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await draining
         for ticket, ids in zip(made.tickets, (HALF, NOT_BEGUN), strict=False):
             check_equal(made, ticket.handoff_id, local(tiny_engine(deterministic=True), ids, chunk_tokens=16))
 
 
 async def test_what_outlasts_it_ends_in_typed_errors() -> None:
     async with rig(max_running=1) as made, both(made) as calls:
-        await asyncio.wait_for(made.worker.drain(0.2), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await made.worker.drain(0.2)
         assert not made.worker.blocks.held_count
         for call in calls:
             with pytest.raises(Unavailable) as caught:
@@ -107,7 +111,8 @@ async def test_a_terminated_process_keeps_its_pages_until_decode_has_them(tmp_pa
             made = Rig(cast(PrefillWorker, None), side, stub, workers, link)  # it is in another process
             side.may_write.clear()
             calls = [made.start(made.request(HALF))]
-            await asyncio.wait_for(side.writing.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await side.writing.wait()
             calls.append(made.start(made.request(NOT_BEGUN)))
             async with asyncio.timeout(WAIT_S):
                 while (await made.workers.Describe(worker_pb2.DescribeRequest())).load.waiting != 1:

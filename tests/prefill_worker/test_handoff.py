@@ -136,8 +136,9 @@ async def test_the_first_layers_arrive_while_later_ones_are_computed() -> None:
     engine = gated_engine()
     async with rig(prefill=engine) as made:
         running = asyncio.ensure_future(made.run(prompt(10)))
-        await asyncio.wait_for(engine.reached.wait(), 5)
-        await asyncio.wait_for(made.decode.writing.wait(), 5)
+        async with asyncio.timeout(5):
+            await engine.reached.wait()
+            await made.decode.writing.wait()
         assert engine.layers_run == 1
         engine.open()
         _, handoff = await running

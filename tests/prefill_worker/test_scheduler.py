@@ -2,56 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from pdserve.engine.blocks import BlockManager
-from pdserve.engine.plan import StepPlan
-from pdserve.engine.prefix import Prefix
 from pdserve.engine.rate import StepCost
 from pdserve.errors import ConfigError, Exhausted
-from prefill_worker.scheduler import Prompt, Scheduler, State
+from prefill_worker.scheduler import State
 from prefill_worker.settings import PrefillSettings
-
-
-def scheduler(
-    pages: int = 64, chunk_tokens: int = 16, max_queue: int = 8, max_running: int = 4, step_s: float = math.inf
-) -> Scheduler:
-    return Scheduler(
-        BlockManager(pages, 4),
-        page_size=4,
-        chunk_tokens=chunk_tokens,
-        batch_tokens=8,
-        step_s=step_s,
-        max_queue=max_queue,
-        max_running=max_running,
-        lease_s=10.0,
-    )
-
-
-def made(owner: str, length: int, *, first: int = 0, deadline: float = 100.0, queue: float = 100.0) -> Prompt:
-    ids = tuple(range(first, first + length))
-    return Prompt(owner, ids, Prefix(b"same", ids, 4), deadline, queue)
-
-
-def book(chosen: Scheduler) -> StepPlan:
-    """Runs the next step: every prompt that it completes turns out sound."""
-    plan, prompts = chosen.plan()
-    for prompt in chosen.apply(plan, prompts):
-        chosen.commit(prompt)
-    return plan
-
-
-def sizes(chosen: Scheduler) -> dict[str, int]:
-    """Tokens per prompt of the next step, which is then booked."""
-    plan = book(chosen)
-    return {chunk.key: len(chunk.ids) for chunk in plan.chunks}
-
-
-def empty(chosen: Scheduler) -> None:
-    chosen.blocks.check_integrity()
-    assert chosen.idle and chosen.blocks.held_count == 0
+from tests.prefill_worker.scheduling import book, empty, made, scheduler, sizes
 
 
 def test_one_prompt_goes_through_its_states() -> None:
@@ -89,24 +46,6 @@ def test_a_queued_prompt_gets_pages_only_when_its_turn_has_come() -> None:
     assert sizes(s) == {"first": 6, "short": 5}
     assert s.admit(0.0) == []
     for prompt in prompts:
-        s.release(prompt, State.ABORTED)
-    empty(s)
-
-
-def test_a_long_prompt_that_is_mostly_cached_is_a_short_one() -> None:
-    s = scheduler()
-    known = made("known", 32)
-    s.submit(known)
-    s.admit(0.0)
-    book(s), book(s)
-    s.release(known, State.RELEASED)
-    middle, again = made("middle", 20, first=100), made("again", 35)
-    s.submit(middle)
-    s.submit(again)
-    assert (again.remaining, s.queued_tokens) == (3, 23)
-    assert s.admit(0.0) == [middle, again]
-    assert sizes(s) == {"middle": 8, "again": 3}  # filled up to 8, and 3 more by reserve
-    for prompt in (middle, again):
         s.release(prompt, State.ABORTED)
     empty(s)
 
@@ -207,68 +146,6 @@ def test_no_more_prompts_than_places_hold_pages() -> None:
     empty(s)
 
 
-def test_two_that_lack_pages_beside_a_cached_prefix_are_each_looked_up_once() -> None:
-    s = scheduler(pages=6)
-    known = made("known", 8)
-    s.submit(known)
-    s.admit(0.0)
-    book(s)
-    s.release(known, State.RELEASED)
-    holder = made("holder", 12, first=50)
-    s.submit(holder)
-    assert s.admit(0.0) == [holder]
-    two = [made("a", 20), made("b", 21)]  # two cached pages and at least three more each, one is free
-    for prompt in two:
-        s.submit(prompt)
-    assert s.admit(0.0) == []
-    for prompt in (holder, *two):
-        s.release(prompt, State.ABORTED)
-    empty(s)
-
-
-def test_a_prefix_is_found_again_but_never_the_last_token() -> None:
-    s = scheduler()
-    for owner, length, cached in (("a", 16, 0), ("b", 16, 12), ("c", 17, 16), ("d", 3, 0)):
-        prompt = made(owner, length)
-        s.submit(prompt)
-        s.admit(0.0)
-        assert (prompt.cached, prompt.done) == (cached, cached), owner
-        assert book(s).chunks[0].start == cached
-        book(s)
-        s.release(prompt, State.RELEASED)
-    empty(s)
-
-
-def test_what_was_never_computed_is_never_found() -> None:
-    s = scheduler()
-    prompt = made("a", 32)
-    s.submit(prompt)
-    s.admit(0.0)
-    s.apply(*s.plan())
-    s.drop(prompt)
-    assert s.plan()[1] == []
-    s.release(prompt, State.ABORTED)
-    again = made("b", 32)
-    s.submit(again)
-    s.admit(0.0)
-    assert again.cached == 0
-    s.release(again, State.ABORTED)
-    empty(s)
-
-
-def test_a_step_that_ends_after_the_prompt_was_dropped_commits_nothing() -> None:
-    s = scheduler()
-    prompt = made("a", 8)
-    s.submit(prompt)
-    s.admit(0.0)
-    plan, prompts = s.plan()
-    s.drop(prompt)
-    assert s.apply(plan, prompts) == [] and prompt.state is State.RUNNING
-    s.release(prompt, State.EXPIRED)
-    assert s.blocks.cached_count == 0
-    empty(s)
-
-
 def test_overdue_looks_at_the_ticket_in_the_queue_and_at_the_lease_after_it() -> None:
     s = scheduler(max_running=1)
     runs, waits = made("runs", 4, queue=3.0), made("waits", 4, first=9, queue=4.0)
@@ -303,43 +180,3 @@ def test_settings_that_cannot_work_are_named(field: str, value: float) -> None:
     with pytest.raises(ConfigError) as failure:
         PrefillSettings(**{field: value}).check()  # type: ignore[arg-type]
     assert failure.value.field == f"prefill.{field}"
-
-
-def test_a_prompt_that_fails_its_check_is_never_found() -> None:
-    s = scheduler()
-    prompt = made("a", 8)
-    s.submit(prompt)
-    s.admit(0.0)
-    assert s.apply(*s.plan()) == [prompt]
-    s.release(prompt, State.FAILED)  # not committed: its logits were not sound
-    assert s.blocks.cached_count == 0
-    again = made("b", 8)
-    s.submit(again)
-    s.admit(0.0)
-    assert again.cached == 0
-    s.release(again, State.ABORTED)
-    empty(s)
-
-
-def test_the_head_of_the_queue_is_looked_up_again_only_when_pages_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    s = scheduler(pages=6)
-    first, head = made("first", 12), made("head", 20, first=50)
-    s.submit(first)
-    assert s.admit(0.0) == [first]
-    s.submit(head)
-    book(s)  # first has nothing left to compute, so that head would have the next step
-    lookups: list[int] = []
-    match = BlockManager.match
-
-    def counted(self: BlockManager, prefix: Prefix, limit: int) -> tuple[tuple[int, ...], int]:
-        lookups.append(limit)
-        return match(self, prefix, limit)
-
-    monkeypatch.setattr(BlockManager, "match", counted)
-    for _ in range(50):
-        assert s.admit(0.0) == []
-    assert len(lookups) == 1
-    s.release(first, State.ABORTED)
-    assert s.admit(0.0) == [head] and len(lookups) == 2
-    s.release(head, State.ABORTED)
-    empty(s)

@@ -22,7 +22,8 @@ from pdserve.rpc.status import from_rpc_error
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from prefill_worker.__main__ import main
 from tests.engine.tiny import prompt, tiny_model
-from tests.prefill_worker.rig import WAIT_S, gated_engine, rig
+from tests.prefill_worker.decode_side import WAIT_S
+from tests.prefill_worker.rig import gated_engine, rig
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -37,7 +38,8 @@ async def test_describe_and_accounts_follow_a_prompt() -> None:
     engine = gated_engine()
     async with rig(prefill=engine, worker_id="p1", lease_s=30.0) as made:
         call = made.start(made.request(prompt(30)))
-        await asyncio.wait_for(engine.reached.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await engine.reached.wait()
         status = await made.workers.Describe(worker_pb2.DescribeRequest())
         assert contract_from_proto(status.contract) == made.worker.contract
         assert (status.worker_id, status.role, status.state) == ("p1", "prefill", "ready")
@@ -68,7 +70,8 @@ async def test_it_registers_renews_and_leaves_before_it_drains() -> None:
         assert listed.record == replace(made.worker.record(), load=listed.record.load)
         assert [e.address for e in listed.record.endpoints] == [made.worker.address]
         call = made.start(made.request(prompt(30)))
-        await asyncio.wait_for(engine.reached.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await engine.reached.wait()
         async with asyncio.timeout(WAIT_S):
             while (await registry.snapshot())[0].record.load.pages_held != 8:
                 await made.workers.Describe(worker_pb2.DescribeRequest())
@@ -79,7 +82,8 @@ async def test_it_registers_renews_and_leaves_before_it_drains() -> None:
         assert not call.done()
         engine.open()
         await made.outcome(call)
-        await asyncio.wait_for(draining, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await draining
 
 
 async def test_health_follows_the_engine_and_the_drain() -> None:
@@ -109,7 +113,8 @@ async def test_a_task_that_dies_takes_the_worker_out_of_service() -> None:
             raise RuntimeError("planted")
 
         made.worker._background.spawn(faulty(), "planted")
-        await asyncio.wait_for(made.worker.broken.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await made.worker.broken.wait()
         async with asyncio.timeout(WAIT_S):
             while await health(made.channel) == SERVING:
                 pass
@@ -126,7 +131,8 @@ async def test_the_process_serves_until_sigterm(tmp_path: Path) -> None:
     )
     try:
         assert process.stdout is not None
-        line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+        async with asyncio.timeout(60):
+            line = (await process.stdout.readline()).decode()
         assert line.startswith("prefill worker ready: ")
         async with channel(line.split()[-1]) as to_worker:
             stub = worker_pb2_grpc.WorkerStub(to_worker)
@@ -134,7 +140,8 @@ async def test_the_process_serves_until_sigterm(tmp_path: Path) -> None:
             assert status.contract.page_size == 16 and status.load.pages_total == 16
             assert await health(to_worker) == SERVING
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
+        async with asyncio.timeout(30):
+            assert await process.wait() == 0
     finally:
         if process.returncode is None:
             process.kill()

@@ -84,19 +84,21 @@ def expected(baseline: LocalRunner, asked: Sequence[Asked]) -> list[tuple[int, .
     return [output.ids for output in outputs]
 
 
-async def settled(client: AsyncClient, workers: int, within_s: float = 60.0) -> list[Worker]:
+async def settled(
+    client: AsyncClient, workers: int, within_s: float = 60.0, rpc: RpcSettings = ANYWHERE
+) -> list[Worker]:
     """The ready workers, once there are as many as asked for and none of them holds a page."""
     async with asyncio.timeout(within_s):
         while True:
             ready = [w for w in (await client.status()).workers if w.state == "ready"]
-            if len(ready) == workers and all([await held_pages(w) == 0 for w in ready]):
+            if len(ready) == workers and all([await held_pages(w, rpc) == 0 for w in ready]):
                 return ready
             await asyncio.sleep(0.1)  # Ray and the registry are watched from outside: there is nothing to await
 
 
-async def held_pages(worker: Worker) -> int | None:
+async def held_pages(worker: Worker, rpc: RpcSettings = ANYWHERE) -> int | None:
     """None: it does not answer, as a killed one whose lease has not ended yet."""
-    async with channel(worker.addresses[0], ANYWHERE) as to_worker:
+    async with channel(worker.addresses[0], rpc) as to_worker:
         try:
             accounts = await worker_pb2_grpc.WorkerStub(to_worker).Accounts(worker_pb2.AccountsRequest(), timeout=2.0)
         except grpc.RpcError:

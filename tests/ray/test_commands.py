@@ -1,4 +1,5 @@
-"""`ray start`, `serve deploy` and `ray job submit` as an operator types them (docs/deploy.md), on their own cluster.
+"""`ray start`, `serve deploy` and `ray job submit` as an operator types them, on their own cluster, with the files of
+docs/deploy.md: mutual TLS between all parts.
 
 The router is a deployment like the pools; when it is killed, workers find the one that replaces it.
 """
@@ -6,8 +7,10 @@ The router is a deployment like the pools; when it is killed, workers find the o
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -15,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -25,13 +29,16 @@ import psutil
 import pytest
 
 from pdserve.client import AsyncClient
-from pdserve.config import load_config
-from pdserve.errors import PdserveError
+from pdserve.config import load_config, merge
+from pdserve.errors import PdserveError, Unavailable
 from pdserve.local import LocalRunner
-from tests.ray.asking import ANYWHERE, ask, by_role, expected, long_requests, requests, settled, tables, write_model
+from pdserve.rpc.settings import RpcSettings
+from pdserve.rpc.tls import OPERATOR
+from tests.ray.asking import ask, by_role, expected, long_requests, requests, settled, tables, write_model
 from tests.ray.conftest import local_runner
 from tests.ray.test_replicas import follow
 from tests.ray.test_sizes import toml
+from tests.rpc.certificates import make_certificates, rpc_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
 
@@ -47,6 +54,7 @@ class Cluster:
     dashboard: str
     gateway: str
     baseline: LocalRunner
+    rpc: RpcSettings  # an operator's
 
     def run(self, *command: str) -> str:
         """A command; returns what it says. It must succeed."""
@@ -69,9 +77,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": f"http://{HOST}:{dashboard}"}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment["XDG_RUNTIME_DIR"] = str(session)  # of the doors that `pdserve drain` knocks at
-    config = folder / "pdserve.toml"
-    made = tables(write_model(folder / "tiny.pdmodel", seed=0))
-    made |= {"router": {"port": grpc_port, "http_port": http_port}, "scaling": {}}
+    config, certificates = folder / "pdserve.toml", make_certificates(folder / "certificates", "--host", HOST)
+    written = files_of_the_page(folder, certificates)
+    (folder / "serve.yaml").write_text(written["serve.yaml"])
+    made = merge(tomllib.loads(written["pdserve.toml"]), tables(write_model(folder / "tiny.pdmodel", seed=0)))
+    made["router"] |= {"port": grpc_port, "http_port": http_port}
+    for part in ("router", "prefill", "decode"):  # Ray would take this machine's other address
+        assert made[part]["host"] == "0.0.0.0"
+        made[part]["host"] = HOST
+    made["scaling"] = {}
     made["pools"] = {"prefill": 1, "decode": 1, "prefill_cpus": 0.5, "decode_cpus": 0.5, "router_cpus": 0.5}
     config.write_text(toml(made))
     log = (folder / "ray.log").open("w")
@@ -86,8 +100,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     try:
         until_there(f"http://{HOST}:{dashboard}/api/version", ray)
         yield Cluster(
-            folder, environment, f"http://{HOST}:{dashboard}", f"{HOST}:{grpc_port}", local_runner(load_config(config))
-        )
+            folder, environment, f"http://{HOST}:{dashboard}", f"{HOST}:{grpc_port}", local_runner(load_config(config)),
+            rpc_of(certificates, OPERATOR),
+        )  # fmt: skip
     finally:
         processes = [psutil.Process(ray.pid), *psutil.Process(ray.pid).children(recursive=True)]
         for process in processes:
@@ -98,6 +113,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         ray.wait(10.0)
         log.close()
         shutil.rmtree(session, ignore_errors=True)
+
+
+def files_of_the_page(folder: Path, certificates: Path) -> dict[str, str]:
+    """Those that docs/deploy.md writes for a Ray cluster, in this folder and with these certificates."""
+    section = (ROOT / "docs" / "deploy.md").read_text().partition("\n## A Ray cluster\n")[2]
+    found = re.findall(r"^cat > (\S+) <<END\n(.*?)^END$", section, re.MULTILINE | re.DOTALL)
+    places = (("$PWD", str(folder)), ("/etc/pdserve", str(certificates)))
+    return {name: functools.reduce(lambda text, place: text.replace(*place), places, text) for name, text in found}
 
 
 def free_ports(count: int) -> list[int]:
@@ -130,9 +153,9 @@ async def served(cluster: Cluster) -> None:
     asked = requests(4, tokens=12)
     async with asyncio.timeout(90.0):
         while True:
-            async with AsyncClient(cluster.gateway, ANYWHERE) as client:
+            async with AsyncClient(cluster.gateway, cluster.rpc) as client:
                 try:
-                    assert by_role(await settled(client, 2)) == (1, 1)
+                    assert by_role(await settled(client, 2, rpc=cluster.rpc)) == (1, 1)
                     got = [await ask(client, ids, params) for ids, params in asked]
                     break
                 except PdserveError:
@@ -150,14 +173,11 @@ def listener(address: str) -> int:
 
 
 async def test_serve_deploy_brings_up_router_and_pools_and_survives_its_router(cluster: Cluster) -> None:
-    rows = [
-        f'  - {{name: pdserve-{pool}, route_prefix: null, import_path: "pdserve.ray_app:build", '
-        f"args: {{pool: {pool}, config: {cluster.folder}/pdserve.toml}}}}\n"
-        for pool in ("router", "prefill", "decode")
-    ]
-    (cluster.folder / "serve.yaml").write_text("proxy_location: Disabled\napplications:\n" + "".join(rows))
     await asyncio.to_thread(cluster.run, "serve", "deploy", "serve.yaml", "--address", cluster.dashboard)
     await served(cluster)
+    async with AsyncClient(cluster.gateway) as in_clear:
+        with pytest.raises(Unavailable):
+            await in_clear.models()
     os.kill(listener(cluster.gateway), signal.SIGKILL)
     await served(cluster)
 
@@ -172,7 +192,8 @@ async def test_a_batch_runs_as_a_job(cluster: Cluster) -> None:
     source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     script = str(ROOT / "examples" / "batch.py")
     job = (sys.executable, script, str(source), str(target), "--gateway", cluster.gateway)
-    said = await asyncio.to_thread(cluster.run, "ray", "job", "submit", "--", *job)
+    flags = ("--config", str(cluster.folder / "pdserve.toml"))
+    said = await asyncio.to_thread(cluster.run, "ray", "job", "submit", "--", *job, *flags)
     assert "succeeded" in said and "answered 4 of 4" in said
     answers = {row["id"]: tuple(row["token_ids"]) for row in map(json.loads, target.read_text().splitlines())}
     assert answers == dict(enumerate(expected(cluster.baseline, asked)))
@@ -181,7 +202,7 @@ async def test_a_batch_runs_as_a_job(cluster: Cluster) -> None:
 async def test_a_pod_drains_before_ray_is_told_to_stop_and_no_answer_is_lost(cluster: Cluster) -> None:
     """What `preStop` runs in infra/k8s/ray."""
     asked = requests(6, tokens=200)
-    async with AsyncClient(cluster.gateway, ANYWHERE) as client:
+    async with AsyncClient(cluster.gateway, cluster.rpc) as client:
         begun = [asyncio.Event() for _ in asked]
         streams = [
             asyncio.create_task(follow(client, ids, params, event))
@@ -190,7 +211,7 @@ async def test_a_pod_drains_before_ray_is_told_to_stop_and_no_answer_is_lost(clu
         async with asyncio.timeout(60.0):
             await asyncio.gather(*(event.wait() for event in begun))
         said = await asyncio.to_thread(cluster.run, "pdserve", "drain", "--timeout-s", "60")
-        assert "2 workers drained" in said
+        assert "workers drained: 2" in said
         assert await asyncio.gather(*streams) == expected(cluster.baseline, asked)
         with pytest.raises(PdserveError):
             await ask(client, *asked[0])

@@ -61,7 +61,8 @@ async def busy(*workers: Worker) -> None:
         while not any([await held_pages(worker) for worker in workers]):
             await asyncio.sleep(0.005)  # another process is watched from outside
 
-    await asyncio.wait_for(look(), 60.0)
+    async with asyncio.timeout(60.0):
+        await look()
 
 
 async def test_a_prefill_replica_killed_at_work_costs_no_request(deployment: Deployment, baseline: LocalRunner) -> None:
@@ -100,7 +101,8 @@ async def test_a_killed_decode_replica_costs_no_request(deployment: Deployment, 
             asyncio.create_task(follow(client, ids, params, event))
             for (ids, params), event in zip(streams, begun, strict=True)
         ]
-        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 60.0)
+        async with asyncio.timeout(60.0):
+            await asyncio.gather(*(event.wait() for event in begun))
         later = [asyncio.create_task(ask(client, ids, params)) for ids, params in waiting]
         await busy(*(worker for worker in workers if worker.role == "prefill"))
         os.kill(pid, signal.SIGKILL)

@@ -42,7 +42,8 @@ class Watched(MemoryRegistry):
 
     async def next_beats(self, count: int) -> None:
         for _ in range(count):
-            await asyncio.wait_for(self.beats.acquire(), 5)
+            async with asyncio.timeout(5):
+                await self.beats.acquire()
 
 
 async def only_record(registry: Registry) -> WorkerRecord:
@@ -121,12 +122,14 @@ async def outage(registry: Registry, end: Callable[[], Any], begin_again: Callab
     heartbeat = Heartbeat(registry, record, FAST, on_warning=changes.put_nowait)
     await heartbeat.start()
     await end()
-    assert await asyncio.wait_for(changes.get(), 10) == heartbeat.warning != ""
+    async with asyncio.timeout(10):
+        assert await changes.get() == heartbeat.warning != ""
     await heartbeat.renew()
     await heartbeat.renew()
     assert changes.empty()  # one warning per outage, not one per beat
     await begin_again()
-    assert await asyncio.wait_for(changes.get(), 10) == ""
+    async with asyncio.timeout(10):
+        assert await changes.get() == ""
     assert await only_record(registry) == record()
     await heartbeat.stop()
     assert await registry.snapshot() == ()
@@ -188,7 +191,9 @@ async def test_a_broken_record_factory_is_a_warning_not_the_end() -> None:
     heartbeat = Heartbeat(registry, factory, FAST, on_warning=changes.put_nowait)
     await heartbeat.start()
     broken[0] = True
-    assert "ZeroDivisionError" in await asyncio.wait_for(changes.get(), 5)
+    async with asyncio.timeout(5):
+        assert "ZeroDivisionError" in await changes.get()
     broken[0] = False
-    assert await asyncio.wait_for(changes.get(), 5) == ""
+    async with asyncio.timeout(5):
+        assert await changes.get() == ""
     await heartbeat.stop()

@@ -138,7 +138,7 @@ async def test_user_password_database_prefix_and_tls_are_used(
         assert [live.record.worker_id for live in await registry.snapshot()] == [record().worker_id]
         assert isinstance(registry, RedisRegistry)  # with the rights that deploy.md asks for
         assert await registry.board().exchange(b"note") == ()
-        assert await registry.latest().exchange(b"note") == ()
+        assert await registry.latest().exchange([b"note"]) == ()
     finally:
         await registry.close()
     tls: dict[str, Any] = {"ssl_ca_certs": settings.ca_file, "ssl_certfile": settings.cert_file}

@@ -14,7 +14,7 @@ from typing import Any
 from cache_transfer.contract import Endpoint, HandoffIdentity, prompt_digest
 from cache_transfer.wire import contract_to_proto, identity_to_proto
 from pdserve.errors import PdserveError
-from pdserve.registry.records import CHOICES, DECODE, GRAMMAR, Load
+from pdserve.registry.records import CHOICES, DECODE, GRAMMAR, SPECIAL_TOKENS, Load
 from pdserve.rpc.convert import finish_to_proto, tokens_to_proto
 from pdserve.rpc.events import Finish, TokenBatch, Usage
 from pdserve.rpc.server import Server
@@ -90,7 +90,8 @@ async def scripted(peers: dict[str, ScriptedDecode]) -> AsyncIterator[Router]:
             endpoints = (Endpoint(await server.start()),)
             stack.push_async_callback(server.stop)
             ready = record(name, DECODE, peer.contract, model=name, endpoints=endpoints, lease_s=120.0)
-            able = dataclasses.replace(ready, takes_prompts=True, load=ROOM, capabilities=frozenset({CHOICES, GRAMMAR}))
+            every = frozenset({CHOICES, GRAMMAR, SPECIAL_TOKENS})
+            able = dataclasses.replace(ready, takes_prompts=True, load=ROOM, capabilities=every)
             await router.registry.register(able)
         await router.pool.refresh()
         yield router

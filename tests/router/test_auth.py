@@ -107,7 +107,8 @@ async def test_a_refusal_does_not_wait_for_the_body(made: House) -> None:
     reader, writer = await asyncio.open_connection(*made.router.http_address.split(":"))
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
     writer.write(head.encode())
-    assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
+    async with asyncio.timeout(10):
+        assert b" 401 " in await reader.readline()
     writer.close()
 
 

@@ -37,7 +37,8 @@ async def test_a_full_backlog_makes_the_producer_wait() -> None:
     done, _ = await asyncio.wait({third}, timeout=0.05)
     assert not done
     first = await backlog.get()
-    await asyncio.wait_for(third, 5)
+    async with asyncio.timeout(5):
+        await third
     second = await backlog.get()
     assert isinstance(first, TokenBatch) and isinstance(second, TokenBatch)
     assert first.ids + second.ids == (0, 1, 2)

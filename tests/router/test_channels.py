@@ -53,7 +53,8 @@ async def test_a_worker_that_leaves_in_the_middle_keeps_its_channel_until_its_ca
         request = await made.router.intake.take(Ask(TokenPrompt(IDS), params))
         async with aclosing(made.router.orchestrator.generate(request)) as events:
             assert isinstance(await anext(events), Accepted)
-            await asyncio.wait_for(peer.called.wait(), 5)
+            async with asyncio.timeout(5):
+                await peer.called.wait()
             await made.remove_ghost("leaving")
             assert address in made.router.channels._channels
             assert not peer.cancelled.is_set()

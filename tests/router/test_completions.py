@@ -226,7 +226,8 @@ async def test_more_prompts_than_the_router_takes_are_refused_and_nothing_is_hel
     with pytest.raises(openai.RateLimitError) as caught:
         await client.completions.create(**GREEDY, prompt=["the cat"] * 9)
     assert caught.value.code == "router_full"
-    await asyncio.wait_for(made.router.orchestrator.idle(), 5)
+    async with asyncio.timeout(5):
+        await made.router.orchestrator.idle()
     await made.assert_nothing_held()
 
 
@@ -243,7 +244,8 @@ async def test_one_prompt_that_breaks_ends_the_stream_with_an_error_and_no_done(
     last = json.loads(lines[-1].removeprefix("data: "))
     assert last["error"]["code"] == "internal" and "data: [DONE]" not in lines
     assert not [line for line in lines if '"finish_reason":"' in line]
-    await asyncio.wait_for(made.router.orchestrator.idle(), 5)
+    async with asyncio.timeout(5):
+        await made.router.orchestrator.idle()
     await made.assert_nothing_held()
 
 
@@ -255,7 +257,8 @@ async def test_a_client_that_leaves_a_stream_of_several_prompts_stops_all_work(
         async for line in answer.aiter_lines():
             if '"text"' in line:
                 break
-    await asyncio.wait_for(made.router.orchestrator.idle(), 5)
+    async with asyncio.timeout(5):
+        await made.router.orchestrator.idle()
     await made.assert_nothing_held()
 
 

@@ -37,7 +37,8 @@ async def process(
     )
     try:
         assert worker.stdout is not None
-        line = await asyncio.wait_for(worker.stdout.readline(), 60)
+        async with asyncio.timeout(60):
+            line = await worker.stdout.readline()
         assert line == b"ready\n"
         await made.router.pool.refresh()
         yield worker
@@ -90,7 +91,8 @@ async def test_a_prefill_worker_killed_at_work_is_replaced_before_the_first_toke
                 while made.decodes[0].record().load.waiting == 0:  # the request has its ticket
                     await made.decodes_reachable()
             doomed.kill()
-            events = await asyncio.wait_for(answer, 20)
+            async with asyncio.timeout(20):
+                events = await answer
             assert ids_of(events) == expected
             assert (record_of(events).attempts, record_of(events).prefill_worker) == (2, "p0")
             assert any("doomed" in note and WORKER_LOST in note for note in record_of(events).notes)

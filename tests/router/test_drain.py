@@ -42,11 +42,13 @@ async def endless(tokens: int) -> AsyncIterator[House]:
 async def until_active(made: House, count: int) -> None:
     async with asyncio.timeout(5):
         while made.router.orchestrator.active < count:
-            await asyncio.wait_for(asyncio.to_thread(lambda: None), 1)  # lets the event loop turn
+            async with asyncio.timeout(1):
+                await asyncio.to_thread(lambda: None)  # lets the event loop turn
 
 
 async def drained(made: House) -> None:
-    await asyncio.wait_for(made.router.drain(0.0), FAREWELL_S + 5)
+    async with asyncio.timeout(FAREWELL_S + 5):
+        await made.router.drain(0.0)
     assert made.router.orchestrator.active == 0
 
 

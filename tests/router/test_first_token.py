@@ -30,13 +30,15 @@ async def test_a_prefill_worker_that_is_silent_is_given_up() -> None:
         expected = ids_of(await made.generate(IDS, max_tokens=8))
         await made.add_ghost("silent", PREFILL, address)
         made.make_look_busy("p0")
-        events = await asyncio.wait_for(made.generate(IDS, max_tokens=8), 20)
+        async with asyncio.timeout(20):
+            events = await made.generate(IDS, max_tokens=8)
         record = record_of(events)
         assert ids_of(events) == expected
         assert (record.attempts, record.prefill_worker, record.decode_worker) == (2, "p0", "d0")
         assert any("silent" in note and FIRST_TOKEN_TIMEOUT in note for note in record.notes)
         assert ready(made) == ["d0", "p0"]
-        await asyncio.wait_for(peer.cancelled.wait(), 5)
+        async with asyncio.timeout(5):
+            await peer.cancelled.wait()
 
 
 async def test_a_decode_worker_that_is_silent_after_the_cache_has_come_is_given_up() -> None:
@@ -48,7 +50,8 @@ async def test_a_decode_worker_that_is_silent_after_the_cache_has_come_is_given_
             await made.add_ghost("silent", DECODE, hung)
             made.make_look_busy("p0")
             made.make_look_busy("d0")
-            events = await asyncio.wait_for(made.generate(IDS, max_tokens=8), 20)
+            async with asyncio.timeout(20):
+                events = await made.generate(IDS, max_tokens=8)
             record = record_of(events)
             assert len(ids_of(events)) == 8
             assert (record.prefill_worker, record.decode_worker) == ("p0", "d0")
@@ -60,7 +63,8 @@ async def test_without_another_pair_the_silence_is_the_clients_error() -> None:
     async with house(prefills=0, first_token_timeout_s=0.3) as made, serving(BadPrefill()) as address:
         await made.add_ghost("silent", PREFILL, address)
         with pytest.raises(Unavailable) as caught:
-            await asyncio.wait_for(made.generate(IDS), 20)
+            async with asyncio.timeout(20):
+                await made.generate(IDS)
         assert (caught.value.reason, caught.value.field) == (FIRST_TOKEN_TIMEOUT, "router.first_token_timeout_s")
 
 
@@ -72,7 +76,8 @@ async def test_an_answer_may_take_longer_than_its_first_token() -> None:
             await made.add_ghost("slow", DECODE, address)
             made.make_look_busy("d0")
             asyncio.get_running_loop().call_later(1.0, go_on.set)
-            events = await asyncio.wait_for(made.generate(IDS), 20)
+            async with asyncio.timeout(20):
+                events = await made.generate(IDS)
             assert (ids_of(events), finish_of(events).reason) == ((0, 1, 2), "stop")
 
 
@@ -88,7 +93,8 @@ async def test_a_cache_that_came_before_its_sender_failed_is_used(error: Pdserve
             await made.add_ghost("whole", DECODE, address)
             for worker in made.workers:
                 made.make_look_busy(worker.worker_id)
-            events = await asyncio.wait_for(made.generate(IDS), 20)
+            async with asyncio.timeout(20):
+                events = await made.generate(IDS)
             assert (ids_of(events), finish_of(events).reason) == ((0, 1, 2), "stop")
             assert (prefill.calls, decode.calls, record_of(events).attempts) == (1, 1, 1)
             assert any("failing" in note and error.reason in note for note in record_of(events).notes)
@@ -99,7 +105,8 @@ async def test_a_cache_that_had_not_come_is_asked_of_no_one_when_nobody_is_left(
     async with house(prefills=0) as made, serving(prefill) as address:
         await made.add_ghost("failing", PREFILL, address)
         with pytest.raises(Unavailable) as caught:
-            await asyncio.wait_for(made.generate(IDS), 20)
+            async with asyncio.timeout(20):
+                await made.generate(IDS)
         assert (caught.value.reason, prefill.calls) == ("GOING", 1)
 
 
@@ -123,7 +130,8 @@ async def test_the_pages_that_decode_will_grant_are_counted_at_once() -> None:
         for max_tokens, pages in ((1, 0), (9, 13)):  # 50 tokens and the first growth, of 4 to a page
             prefill.called.clear()
             running = asyncio.create_task(made.generate(IDS, max_tokens=max_tokens))
-            await asyncio.wait_for(prefill.called.wait(), 5)
+            async with asyncio.timeout(5):
+                await prefill.called.wait()
             jobs = [job for of in made.router.pool._jobs.values() for job in of if job.ended is None]
             assert [job.pages for job in jobs if job.member.id == "d0"] == [pages]
             running.cancel()

@@ -171,7 +171,8 @@ async def test_leaving_the_stream_stops_the_work(made: House, client: AsyncClien
         async for event in events:
             if isinstance(event, Tokens):
                 break
-    await asyncio.wait_for(made.router.orchestrator.idle(), 5)
+    async with asyncio.timeout(5):
+        await made.router.orchestrator.idle()
     await made.assert_nothing_held()
 
 

@@ -23,7 +23,7 @@ from tests.router.peers import BadDecode, serving
 from tests.router.scripted import ScriptedDecode, scripted
 from tests.router.support import MODEL, VOCAB, House, bundle
 from tests.router.tools import TOOLS
-from tests.tokenizer.test_template_shapes import QWEN_LIKE
+from tests.tokenizer.shapes import QWEN_LIKE
 
 module_loop = pytest.mark.asyncio(loop_scope="module")
 

@@ -106,7 +106,8 @@ async def test_a_long_prefill_makes_nobody_unhealthy() -> None:
         await health.until_ready(True)
         with prefill.held():
             asking = asyncio.create_task(made.ask(prompt(400), GREEDY))
-            await asyncio.wait_for(prefill.inside.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await prefill.inside.wait()
             await pause(0.3)  # several looks of every watchdog
             assert await health.ready() and await serving(made.router.address, GATEWAY)
             for worker in made.workers:
@@ -143,7 +144,8 @@ async def test_workers_that_stand_still_or_die_at_work() -> None:
                 await pause(0.01)
         prefill.kill()
         with pytest.raises(Unavailable):
-            await asyncio.wait_for(asking, WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await asking
         await health.until_ready(False)
         assert await serving(addresses["d0"])
         await made.add_prefill("p1", of=model(context=LONG_CONTEXT), engine=LONG_ENGINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -90,11 +91,10 @@ async def test_a_long_body_of_few_entries_is_read_as_a_short_one() -> None:
 
 
 @asynccontextmanager
-async def server(**limits: Any) -> AsyncIterator[HttpServer]:
+async def server(app: Any = None, tls: ssl.SSLContext | None = None, **limits: Any) -> AsyncIterator[HttpServer]:
     """An HTTP server that answers {} to anything."""
-    made = HttpServer(
-        reply(200, {}), "127.0.0.1", 0, RpcSettings(), HttpLimits(**({"connections": 8, "header_s": 10.0} | limits))
-    )
+    given = HttpLimits(**({"connections": 8, "header_s": 10.0} | limits))
+    made = HttpServer(app or reply(200, {}), "127.0.0.1", 0, RpcSettings(), given, tls)
     await made.start()
     try:
         yield made
@@ -116,7 +116,8 @@ async def exchange(to: HttpServer, data: bytes) -> tuple[int, Any]:
     """Status and JSON of what comes until the server closes the connection, which it must do by itself."""
     async with connection(to) as (reader, writer):
         writer.write(data)
-        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+        async with asyncio.timeout(5):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         return int(head.split()[1]), json.loads(body)
 
 
@@ -134,7 +135,8 @@ async def test_the_time_for_a_header_begins_anew_with_each_request_and_not_with_
     async with server(header_s=0.5) as to, connection(to) as (reader, writer):
         for _ in range(2):
             writer.write(REQUEST)
-            assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"{}"), 5)
+            async with asyncio.timeout(5):
+                assert b"200 OK" in await reader.readuntil(b"{}")
         dripping = iter(REQUEST * 100)
         received = asyncio.create_task(reader.read())
         async with asyncio.timeout(5):
@@ -147,7 +149,8 @@ async def test_the_time_for_a_header_begins_anew_with_each_request_and_not_with_
 async def test_the_rest_of_a_body_that_nobody_waits_for_does_not_hold_the_connection() -> None:
     async with server(header_s=0.3) as to, connection(to) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
-        await asyncio.wait_for(reader.readuntil(b"{}"), 5)
+        async with asyncio.timeout(5):
+            await reader.readuntil(b"{}")
         received = asyncio.create_task(reader.read())
         async with asyncio.timeout(5):
             while not received.done():
@@ -163,7 +166,8 @@ async def test_a_header_has_a_largest_size() -> None:
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * (MAX_HEADER_BYTES // 2))
             await exchange(to, b"nonsense\r\n\r\n")  # meanwhile the first part has come
             writer.write(b"\r\n\r\n")
-            assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"{}"), 5)
+            async with asyncio.timeout(5):
+                assert b"200 OK" in await reader.readuntil(b"{}")
 
 
 @pytest.mark.parametrize("head", [b"GET /{} HTTP/1.1\r\n", b"GET /?{} HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nX: {}\r\n"])
@@ -190,23 +194,66 @@ async def test_a_body_of_two_lengths_is_refused() -> None:
 async def test_an_idle_connection_is_closed() -> None:
     async with server(keep_alive_s=0.2) as to, connection(to) as (reader, writer):
         writer.write(REQUEST)
-        assert (await asyncio.wait_for(reader.read(), 5)).endswith(b"{}")
+        async with asyncio.timeout(5):
+            assert (await reader.read()).endswith(b"{}")
 
 
-async def test_connections_beyond_the_limit_are_told_so_and_then_dropped() -> None:
-    async with server(connections=2) as to, AsyncExitStack() as held:
-        reader, writer = await held.enter_async_context(connection(to))
-        await held.enter_async_context(connection(to))
-        writer.write(REQUEST)
-        assert b"200 OK" in await reader.readuntil(b"{}")
+class Busy:
+    """An application that answers nothing until it may."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Semaphore(0)
+        self.may = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.asked.release()
+        await self.may.wait()
+        await reply(200, {})(scope, receive, send)
+
+
+async def test_requests_beyond_the_limit_of_connections_are_told_so() -> None:
+    app = Busy()
+    async with server(app, connections=2) as to, AsyncExitStack() as held:
+        busy = [await held.enter_async_context(connection(to)) for _ in range(2)]
+        for _, writer in busy:
+            writer.write(REQUEST)
+            async with asyncio.timeout(5):
+                await app.asked.acquire()
+        silent = [await held.enter_async_context(connection(to)) for _ in range(4)]  # of whom the first two are dropped
+        for reader, _ in silent[:2]:
+            async with asyncio.timeout(5):
+                assert await reader.read() == b""
         status, body = await exchange(to, REQUEST)
         assert (status, body["error"]["code"]) == (503, "too_many_connections")
-        for _ in range(2):
-            await held.enter_async_context(connection(to))
-        async with connection(to) as (dropped, _):  # the fifth
-            assert await asyncio.wait_for(dropped.read(), 5) == b""
+        app.may.set()
+        async with asyncio.timeout(5):
+            for reader, _ in busy:
+                assert b"200 OK" in await reader.readuntil(b"{}")
+            async with connection(to) as (reader, writer):  # there is a place again
+                writer.write(REQUEST)
+                assert b"200 OK" in await reader.readuntil(b"{}")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n123"])
+async def test_clients_without_a_whole_request_make_room_for_those_who_have_one(sent: bytes) -> None:
+    """However many they are: they push out each other, and not somebody whose answer is under way."""
+    app = Busy()
+    async with server(app, connections=3) as to, AsyncExitStack() as held, asyncio.timeout(10):
+        reader, writer = await held.enter_async_context(connection(to))
+        writer.write(REQUEST)
+        await app.asked.acquire()
+        crowd = [await held.enter_async_context(connection(to)) for _ in range(9)]
+        for _, each in crowd:
+            each.write(sent)
+        for dropped, _ in crowd[:7]:
+            assert await dropped.read() == b""
+        app.may.set()
+        async with connection(to) as (other, asking):
+            asking.write(REQUEST)
+            assert b"200 OK" in await other.readuntil(b"{}")
+        assert b"200 OK" in await reader.readuntil(b"{}")
 
 
 async def test_stopping_does_not_wait_for_silent_connections() -> None:
-    async with server() as to, connection(to):
-        await asyncio.wait_for(to.stop(), 5)
+    async with server() as to, connection(to), asyncio.timeout(5):
+        await to.stop()

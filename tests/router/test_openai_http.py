@@ -255,13 +255,16 @@ async def test_a_client_that_goes_away_stops_the_work(made: House, http: httpx.A
         await made.add_ghost("hangs", PREFILL, address)
         busy = made.make_look_busy("p0")
         post = asyncio.create_task(http.post("/v1/chat/completions", json={**GREEDY, "stream": stream}))
-        await asyncio.wait_for(peer.called.wait(), 5)
+        async with asyncio.timeout(5):
+            await peer.called.wait()
         post.cancel()
         await asyncio.gather(post, return_exceptions=True)
-        await asyncio.wait_for(peer.cancelled.wait(), 5)
+        async with asyncio.timeout(5):
+            await peer.cancelled.wait()
         made.router.pool.end(busy)
         await made.remove_ghost("hangs")
-    await asyncio.wait_for(made.router.orchestrator.idle(), 5)
+    async with asyncio.timeout(5):
+        await made.router.orchestrator.idle()
     await made.assert_nothing_held()
 
 
@@ -271,7 +274,8 @@ async def test_a_client_that_leaves_a_stream_stops_the_work(made: House, http: h
         async for line in answer.aiter_lines():
             if '"content"' in line:
                 break
-    await asyncio.wait_for(made.router.orchestrator.idle(), 5)
+    async with asyncio.timeout(5):
+        await made.router.orchestrator.idle()
     await made.assert_nothing_held()
 
 

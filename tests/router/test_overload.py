@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
@@ -23,6 +24,7 @@ from router.pool import Job, Pool
 from router.record import Account
 from router.request import Request
 from router.settings import RouterSettings
+from tests.clock import Clock
 from tests.router.support import MODEL, House, house
 from tests.router.test_planner import planner, pool_of, request_for
 
@@ -30,6 +32,7 @@ RATE = 1000.0  # tokens per second
 PREFILLS = Load(pages_total=4096, waiting_limit=1000, prefill_tokens_per_s=RATE)
 DECODES = Load(pages_total=4096, waiting_limit=1000, batch_limit=4)
 MAX_S = 4.0
+LONGEST_S = 1.5 * MAX_S  # for who has little
 
 
 def asked(tenant: str, tokens: int = 200) -> Request:
@@ -40,9 +43,12 @@ def asked(tenant: str, tokens: int = 200) -> Request:
 class Desk:
     """A pool of one pair, and what it has been given; nothing of it is ever computed unless `finish` says so."""
 
-    def __init__(self, pool: Pool, max_wait_s: float = MAX_S, tenants: int = 3) -> None:
+    def __init__(
+        self, pool: Pool, max_wait_s: float = MAX_S, tenants: int = 3, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.pool = pool
-        self.overload = Overload(pool, max_wait_s, tenants)
+        self.max_wait_s = max_wait_s
+        self.overload = Overload(pool, max_wait_s, tenants, clock)
         self.jobs: list[Job] = []
         self._planner = planner(pool)
 
@@ -54,7 +60,7 @@ class Desk:
         request = asked(tenant, tokens)
         pair = self.pair(request)
         try:
-            self.overload.check(request, pair)
+            self.overload.admit(request, pair)
         except Exhausted as error:
             assert error.retryable and error.retry_after_ms > 0
             return error.reason
@@ -110,7 +116,7 @@ async def test_a_refusal_says_how_long_what_waits_will_take(desk: Desk) -> None:
     fill(desk, "flood")
     request = asked("flood")
     with pytest.raises(Exhausted) as caught:
-        desk.overload.check(request, desk.pair(request))
+        desk.overload.admit(request, desk.pair(request))
     assert caught.value.retry_after_ms == pytest.approx(1000 * desk.wait_s())
     assert caught.value.field == "router.max_wait_s"
 
@@ -141,13 +147,13 @@ async def test_streams_beyond_the_steps_of_decode_are_refused_like_prompts(desk:
     taken = 0
     while taken < 50:
         try:
-            desk.overload.check(request, pair)
+            desk.overload.admit(request, pair)
         except Exhausted:
             break
         desk.pool.begin(pair.decode, 0, 0, tenant="flood")
         taken += 1
     assert taken == 4 + 4  # half of four seconds is the time in which four of two seconds end
-    desk.overload.check(asked("other"), pair)
+    desk.overload.admit(asked("other"), pair)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(20, 240), st.integers(0, 2)), max_size=60))
@@ -164,11 +170,52 @@ async def test_whoever_comes_to_a_crowd_is_let_in_and_the_crowd_has_a_limit(move
         if before <= MAX_S and not waited[tenant]:
             assert not refused, "nothing of its own waits"
         if not refused:
-            assert desk.wait_s() <= MAX_S + longest / RATE
+            assert desk.wait_s() <= LONGEST_S + longest / RATE
         desk.finish(done)
     alone = {job.tenant for job in desk.jobs}
     if len(alone) <= 1:
         assert not desk.take("d", longest), "one tenant alone left no room"
+
+
+TICK_S = 0.25
+FLOOD = st.lists(st.tuples(st.integers(20, 240), st.integers(1, 4)), max_size=2)  # tokens of a prompt, how many
+
+
+class Line(Desk):
+    """Computes RATE tokens per second of its own time, first come, first served."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._clock, self._left = Clock(), 0.0
+        super().__init__(pool, MAX_S / 2, clock=self._clock)
+
+    def pass_by(self, seconds: float) -> None:
+        self._clock.now += seconds
+        self._left += seconds * RATE
+        while self.jobs and self.jobs[0].prompt_tokens <= self._left:
+            self._left -= self.jobs[0].prompt_tokens
+            self.finish(1)
+        self._left = self._left if self.jobs else 0.0
+
+
+@settings(max_examples=20)
+@given(st.lists(FLOOD, min_size=28, max_size=28), st.integers(50, 240))
+async def test_a_tenant_below_its_share_is_taken_whatever_another_sends(
+    floods: list[list[tuple[int, int]]], tokens: int
+) -> None:
+    """It asks for a quarter of what can be computed, now and then two fifths of the whole time at once. Its share is a
+    half.
+    """
+    line, owed = Line(await pool_of(p=PREFILLS, d=DECODES)), 0.0
+    together = int(0.4 * line.max_wait_s * RATE // tokens)
+    for asks in floods:
+        owed += TICK_S * RATE / 4
+        if owed >= tokens * together:
+            assert [line.take("quiet", tokens) for _ in range(together)] == [""] * together
+            owed -= tokens * together
+        for size, times in (*asks, (240, 3), (30, 3)):
+            if "" in [line.take("flood", size) for _ in range(times)]:
+                assert line.wait_s() <= line.max_wait_s + size / RATE
+        line.pass_by(TICK_S)
 
 
 PROMPT = list(range(40))
@@ -217,5 +264,5 @@ async def test_rates_that_no_worker_has_are_a_wait_like_any_other(load: dict[str
     desk = Desk(await pool_of(p=replace(PREFILLS, queued_tokens=2**31, **load), d=DECODES))  # type: ignore[arg-type]
     request = asked("a")
     with pytest.raises(Exhausted) as caught:
-        desk.overload.check(request, desk.pair(request))
+        desk.overload.admit(request, desk.pair(request))
     assert to_detail(caught.value).retry_after_ms > 1000 * MAX_S

@@ -163,6 +163,7 @@ async def test_the_background_task_refreshes_and_ends(registry: MemoryRegistry) 
     counting = Counting()
     pool = Pool(counting, Gate(), refresh_s=0.001)
     await pool.start()
-    await asyncio.wait_for(counting.seen.wait(), 5)
+    async with asyncio.timeout(5):
+        await counting.seen.wait()
     await pool.stop()
     assert [task for task in asyncio.all_tasks() if task.get_name() == "pool-refresh"] == []

@@ -46,14 +46,16 @@ async def test_a_process_says_when_it_is_ready_and_drains_on_sigterm() -> None:
     )
     try:
         assert router.stdout is not None
-        words = (await asyncio.wait_for(router.stdout.readline(), 30)).decode().split()
+        async with asyncio.timeout(30):
+            words = (await router.stdout.readline()).decode().split()
         assert words[:3] == ["router", "ready:", "grpc"]
         address, url = words[3], words[5]
         async with AsyncClient(address) as client, httpx.AsyncClient() as http:
             assert (await client.status()).registry == "memory"
             assert (await http.get(f"{url}/healthz")).status_code == 200
         router.send_signal(signal.SIGTERM)
-        _, errors = await asyncio.wait_for(router.communicate(), 20)
+        async with asyncio.timeout(20):
+            _, errors = await router.communicate()
         assert (router.returncode, errors) == (0, b"")
     finally:
         if router.returncode is None:
@@ -129,7 +131,8 @@ async def test_draining_lets_a_running_answer_finish_and_takes_no_new_one() -> N
             drain = asyncio.create_task(router.drain(10.0))
             rest = [event async for event in events]
         assert finish_of(rest).usage.output_tokens == 100
-        await asyncio.wait_for(drain, 10)
+        async with asyncio.timeout(10):
+            await drain
         async with AsyncClient(router.address) as client:
             with pytest.raises(Unavailable):
                 await client.status()
@@ -141,8 +144,10 @@ async def test_a_drain_without_grace_ends_streams_and_their_work() -> None:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True, "ignore_eos": True}
         async with http.stream("POST", url, json=body) as answer:
             await anext(answer.aiter_lines())
-            await asyncio.wait_for(made.router.drain(0.0), 10)
-            await asyncio.wait_for(made.router.orchestrator.idle(), 5)
+            async with asyncio.timeout(10):
+                await made.router.drain(0.0)
+            async with asyncio.timeout(5):
+                await made.router.orchestrator.idle()
         with pytest.raises(httpx.ConnectError):
             await http.get(url)
 

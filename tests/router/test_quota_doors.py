@@ -84,6 +84,22 @@ async def test_what_a_tenant_may_not_use_it_is_not_told_of_either(made: House) -
         assert [listed.id async for listed in peer.models.list()] == [MODEL]
 
 
+async def test_tokenizing_takes_its_part_of_a_tenants_requests(made: House) -> None:
+    """Ten of them count as one request, of three in a minute."""
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=f"http://{made.router.http_address}", headers=headers) as http:
+        asked = (("/tokenize", {"prompt": "the cat"}), ("/detokenize", {"tokens": [1, 2]}))
+        for number in range(30):
+            path, body = asked[number % 2]
+            assert (await http.post(path, json=body)).status_code == 200
+        for path, body in asked:
+            answer = await http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "tenant_requests")
+            assert 0 < int(answer.headers["retry-after"]) <= 20
+        completion = await http.post("/v1/completions", json={"model": MODEL, "prompt": "the cat", "max_tokens": 2})
+        assert completion.status_code == 429
+
+
 async def test_a_client_that_goes_away_counts_no_longer(made: House) -> None:
     async with AsyncClient(made.router.address, api_key=KEY) as client:
         for _ in range(2):

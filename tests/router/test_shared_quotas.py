@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,17 +13,19 @@ import redis
 
 from pdserve.client import AsyncClient, Tokens
 from pdserve.errors import Exhausted, InvalidRequest
-from pdserve.registry.quota_notes import Usage, note_of, read_note
+from pdserve.registry.quota_notes import Usage, note_of, parts_of, read_note
 from pdserve.registry.redis import RedisRegistry
 from pdserve.registry.redis_board import MAX_NOTE_BYTES
-from pdserve.registry.redis_latest import KEEP_S, MAX_ROUTERS
+from pdserve.registry.redis_latest import KEEP_S, MAX_NOTES
 from pdserve.registry.settings import RegistrySettings
 from pdserve.request import SamplingParams
 from router.app import Router
+from router.quotas import Quotas
 from router.shared_quotas import QuotaShare
 from router.tenants import Tenant
 from tests.redis_server import RedisServer, running_redis
 from tests.router.support import House, router_settings
+from tests.router.test_quotas import a_request, refused
 
 pytestmark = pytest.mark.redis
 ACME, ZETA, FEW = (f"sk-{name}-0123456789abcdef" for name in ("acme", "zeta", "few"))
@@ -200,7 +202,7 @@ async def test_what_no_router_wrote_is_left_out_and_counted(
             assert share.ignored == 2 * len(odd) + 4
             assert len([r for r in caplog.records if "somebody else writes" in r.getMessage()]) == 1, "said once"
             # Another kind of key, and one that was filled up: begun anew.
-            for fill in ("a text", [b"%d" % n for n in range(MAX_ROUTERS)]):
+            for fill in ("a text", [b"%d" % n for n in range(MAX_NOTES)]):
                 if isinstance(fill, str):
                     client.set("pdserve:quotas", fill)
                 else:
@@ -218,18 +220,40 @@ async def test_a_router_without_limits_tells_nothing(redis_server: RedisServer) 
     await plain.stop()
 
 
-async def test_a_note_of_many_tenants_holds_those_that_are_busy(redis_server: RedisServer) -> None:
-    many = {f"tenant-{n:05}": Usage(n + 1, 1000 * n, 0, 0.0, float(n % 2)) for n in range(4000)}
-    note = note_of(many)
-    assert len(note) <= MAX_NOTE_BYTES
-    said = read_note(note)
-    assert len(said) > 1500 and all(many[name] == usage for name, usage in said.items())
-    assert all(usage.busy for usage in said.values())
+async def test_of_however_many_tenants_all_are_told_of(redis_server: RedisServer) -> None:
+    tenants = [replace(Tenant.of(f"tenant-{n:05}", f"sk-{n:032}"), requests_per_minute=2) for n in range(4000)]
+    one, two = Quotas(tenants, 5000), Quotas(tenants, 5000)
+    registries = [RedisRegistry(redis_server.url) for _ in range(2)]
+    shares = [QuotaShare(each, to.latest(), 1.0) for each, to in zip((one, two), registries, strict=True)]
+    try:
+        for _ in range(2):
+            for share in shares:  # now they have met
+                await share.exchange()
+        for _ in range(2):
+            with ExitStack() as running:
+                for tenant in tenants:
+                    running.enter_context(one.running(a_request(tenant.name, prompt=3, output=1)))
+        for share in shares:
+            await share.exchange()
+        assert [share.warning for share in shares] == ["", ""] and shares[1].ignored == 0
+        for tenant in tenants:
+            error = refused(two, a_request(tenant.name, prompt=3, output=1))
+            assert error is not None and error.reason == "TENANT_REQUESTS", "both of two requests are used"
+        with redis.Redis(port=redis_server.port) as client:
+            notes = [client.get(key) for key in client.keys("pdserve:quota:*")]
+        assert all(isinstance(note, bytes) and len(note) <= MAX_NOTE_BYTES for note in notes)
+    finally:
+        for registry in registries:
+            await registry.close()
+
+
+def test_a_part_fits_into_a_note_whatever_is_used_and_never_changes() -> None:
+    names = [f"tenant-{n:0{1 + n % 200}}" for n in range(3000)]
+    parts = parts_of(names)
+    assert sorted(name for part in parts for name in part) == sorted(names)
+    most = Usage(2**64 - 1, 2**64 - 1, 2**32 - 1, 1e300, 1e300)
+    notes = [note_of(dict.fromkeys(part, most)) for part in parts]
+    assert all(len(note) <= MAX_NOTE_BYTES for note in notes) and len(notes) < 10
+    assert [tuple(read_note(note)) for note in notes] == list(parts) == list(parts_of(reversed(names)))
     with pytest.raises(InvalidRequest):
-        read_note(note[:-1])
-    one, two = (RedisRegistry(redis_server.url) for _ in range(2))
-    writer, reader = one.latest(), two.latest()
-    await writer.exchange(note)
-    assert [each.text for each in await reader.exchange(b"")] == [note], "as it was written"
-    for registry in (one, two):
-        await registry.close()
+        read_note(notes[0][:-1])

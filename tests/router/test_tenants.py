@@ -170,6 +170,7 @@ GOOD = {"name": "good", "keys": [ACME]}
     [
         (tables({"keys": [SECRET]}), "router.tenants[0].name"),
         (tables({"name": "", "keys": [SECRET]}), "router.tenants[0].name"),
+        (tables({"name": "n" * 257, "keys": [SECRET]}), "router.tenants[0].name"),
         (tables(GOOD, {"name": "good", "keys": [SECRET]}), "router.tenants[1].name"),
         (tables({"name": "a"}), "router.tenants[0].keys"),
         (tables({"name": "a", "keys": []}), "router.tenants[0].keys"),

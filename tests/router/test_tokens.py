@@ -13,9 +13,9 @@ import pytest
 
 from cache_transfer.contract import Endpoint
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
-from pdserve.registry.records import PREFILL
+from pdserve.registry.records import PREFILL, STARTING
 from pdserve.rpc.server import Server
-from pdserve.tokenizer import Tokenizer
+from pdserve.tokenizer import Bundle, Tokenizer
 from pdserve.tokenizer.bundle import MAX_BUNDLE_BYTES
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from router.channels import WorkerChannels
@@ -123,6 +123,40 @@ async def test_the_cache_is_bounded() -> None:
             await cache.get(DIGEST, members[:1])
             await cache.get(other.digest(), members[1:])
         assert (first.calls, second.calls) == (2, 2)
+
+
+def of_tokenizer(worker: Member, of: Bundle) -> Member:
+    contract = replace(worker.record.contract, tokenizer_digest=of.digest())
+    return replace(worker, record=replace(worker.record, contract=contract))
+
+
+async def test_what_the_pools_models_need_is_fetched_before_the_first_request_as_far_as_there_is_room() -> None:
+    other, third = (replace(bundle(), chat_template=f"{n}{{{{ messages[0].content }}}}") for n in "bc")
+    workers = [Holder((each.to_bytes(),)) for each in (bundle(), other, third)]
+    async with holding(*workers, limit=2) as (cache, members):
+        served = [of_tokenizer(*each) for each in zip(members, (bundle(), other, third), strict=True)]
+        starting = replace(served[1], record=replace(served[1].record, state=STARTING))
+        for _ in range(3):
+            cache.prepare([served[0], starting])
+        assert (await cache.get(DIGEST, [])).bundle == bundle(), "nobody is asked now"
+        assert [worker.calls for worker in workers] == [1, 0, 0]
+        cache.prepare(served)
+        with pytest.raises(Unavailable):  # of two there is room for one
+            await asyncio.gather(cache.get(other.digest(), []), cache.get(third.digest(), []))
+
+
+async def test_a_bundle_that_cannot_be_fetched_is_not_asked_for_with_every_snapshot() -> None:
+    broken = Holder(())
+    async with holding(broken) as (cache, members):
+        members = [of_tokenizer(members[0], bundle())]
+        cache.prepare(members)
+        with pytest.raises(Unavailable):
+            await cache.get(DIGEST, members)
+        cache.prepare(members)
+        assert broken.calls == 1
+        with pytest.raises(Unavailable):  # a request asks again
+            await cache.get(DIGEST, members)
+        assert broken.calls == 2
 
 
 async def test_text_needs_a_tokenizer_and_ids_do_not() -> None:

@@ -231,6 +231,7 @@ async def test_what_others_write_is_bounded_and_damage_is_left_out() -> None:
     boot = b"b" * 16
     links = chain(IDS, b"c", None, "t")
     known = PrefixRecord(1000)
+    known.share()
     known.record(links, boot)
     good = note_of(known.news())
     odd = [
@@ -276,6 +277,9 @@ async def test_the_board_keeps_the_newest_notes_and_goes_when_nobody_uses_it(red
 def test_one_boot_per_worker_is_remembered(caplog: pytest.LogCaptureFixture) -> None:
     known = PrefixRecord(10)
     links: Sequence[bytes] = chain(IDS, b"c", None, "t")
+    known.record(tuple(links), b"a" * 16)
+    assert list(known.news()) == [], "a router without others keeps nothing for them"
+    known.share()
     known.record(tuple(links), b"a" * 16, b"a" * 16)
     assert [sent.incarnations for sent in known.news()] == [(b"a" * 16,)]
     assert list(known.news()) == [], "told once"

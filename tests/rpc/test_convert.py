@@ -132,7 +132,7 @@ def test_finish_round_trips(finish: Finish) -> None:
 
 def test_record_and_accepted_round_trip() -> None:
     assert convert.record_from_proto(over_the_wire(convert.record_to_proto(RECORD))) == RECORD
-    accepted = Accepted("id", "m", 3, 2**63)
+    accepted = Accepted("id", "m", 3, 2**63, 1, ("chat.tool_mode", "n"))
     assert convert.accepted_from_proto(over_the_wire(convert.accepted_to_proto(accepted))) == accepted
 
 

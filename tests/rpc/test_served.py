@@ -169,7 +169,8 @@ async def test_a_cancelled_call_closes_the_handlers_generator_at_once(
         )
         assert await made.read() == b"first"
         assert made.cancel()
-        await asyncio.wait_for(closed.wait(), 5)
+        async with asyncio.timeout(5):
+            await closed.wait()
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
@@ -187,7 +188,8 @@ async def test_a_generator_that_never_stops_is_closed_while_it_sends() -> None:
         made = run.connection.unary_stream("/test.Service/Do")(b"x", timeout=30)
         await made.read()
         assert made.cancel()
-        await asyncio.wait_for(closed.wait(), 5)
+        async with asyncio.timeout(5):
+            await closed.wait()
 
 
 async def test_remaining_s_is_the_callers_deadline_or_the_default() -> None:

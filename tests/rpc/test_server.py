@@ -109,7 +109,8 @@ async def test_health_follows_set_serving_and_stop() -> None:
         stopping = asyncio.create_task(server.stop(0.5))
         assert (await watch.read()).status == NOT_SERVING
         watch.cancel()
-        await asyncio.wait_for(stopping, 10)
+        async with asyncio.timeout(10):
+            await stopping
 
 
 async def test_start_can_begin_not_serving() -> None:
@@ -174,7 +175,8 @@ async def test_calls_beyond_the_limit_are_refused() -> None:
         stub = gateway_pb2_grpc.GatewayStub(connection)
         first = stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=10)
         waiting = asyncio.ensure_future(first)
-        await asyncio.wait_for(entered.wait(), 5)
+        async with asyncio.timeout(5):
+            await entered.wait()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=5)
         assert type(from_rpc_error(caught.value)) is Exhausted
@@ -188,7 +190,8 @@ async def silent_stream(extra_options: Options) -> int:
     async def slow(request: Any, context: Any) -> AsyncIterator[gateway_pb2.GenerateEvent]:
         yield gateway_pb2.GenerateEvent()
         with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.Event().wait(), 3.5)
+            async with asyncio.timeout(3.5):
+                await asyncio.Event().wait()
         yield gateway_pb2.GenerateEvent()
 
     patient = RpcSettings(min_ping_interval_s=60.0)  # every ping after the first comes too early

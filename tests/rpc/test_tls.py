@@ -7,6 +7,7 @@ import importlib
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,17 @@ async def test_with_certificates_other_machines_may_be_reached(folder: Path) -> 
     await server.stop()
     async with channel(address.replace("0.0.0.0", "192.0.2.1"), rpc_of(folder, ROUTER)):
         pass
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_a_client_that_connects_and_says_nothing_is_dropped(folder: Path, encrypted: bool) -> None:
+    settings = replace(rpc_of(folder, ROUTER) if encrypted else RpcSettings(), connect_timeout_s=0.2)
+    async with gateway(settings) as address, asyncio.timeout(10):
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        await reader.read()  # until the server has closed it
+        writer.close()
+        assert await ask(address, replace(settings, connect_timeout_s=5.0)) is None
 
 
 async def test_old_protocols_are_refused(folder: Path) -> None:

@@ -102,7 +102,8 @@ async def test_a_request_that_moves_keeps_its_trace(collector: Collector) -> Non
     async with scene() as it, it.stopped(GREEDY, 3) as (task, worker, stopping):
         lose(worker)
         stopping.let_go()
-        answer = await asyncio.wait_for(task, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            answer = await task
     assert answer.record is not None and answer.record.attempts == 2
     assert {span.trace_id for span in collector.spans} == {answer.record.trace_id}
     first, second = sorted(collector.named("attempt"), key=lambda span: span.begun)
@@ -125,10 +126,12 @@ async def test_another_prefill_worker_is_another_attempt_of_the_same_decode_span
         await made.add_decode()
         with first.held():
             task = asyncio.create_task(made.ask((1, 2, 3, 4, 5), GREEDY))
-            await asyncio.wait_for(first.inside.wait(), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await first.inside.wait()
             await made.add_prefill(second)
             prefill.pipeline.end_all(Unavailable("ended by the test", reason="ENDED", field="here"))
-        answer = await asyncio.wait_for(task, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            answer = await task
     assert answer.record is not None and answer.record.attempts == 2
     before, after = sorted(collector.named("attempt"), key=lambda span: span.begun)
     assert (before.failed, before.attributes["pdserve.error.field"], after.failed) == (True, "here", False)

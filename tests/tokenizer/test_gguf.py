@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from pdserve.errors import CheckpointError
 from pdserve.tokenizer import Bundle, Tokenizer, bundle_from_gguf, load_bundle
@@ -98,6 +99,8 @@ def write_gguf(path: Path, backend: Backend, pre: str | None, model: str = "gpt2
     [
         ("qwen2", split_by(QWEN2_EXPRESSION), normalizers.NFC()),
         ("llama-bpe", split_by(LLAMA3_EXPRESSION), None),
+        ("gpt-4o", split_by(GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]), None),
+        ("minimax-m2", split_by(GGUF_PRE_TOKENIZER_SPLITS["minimax-m2"]), None),
         ("gpt-2", None, None),
         ("default", None, None),
         (None, None, None),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from pdserve.client import AsyncClient
-from pdserve.errors import PdserveError
+from pdserve.client import AsyncClient, Placement, Worker
+from pdserve.client.status import Contract, WorkerLoad
+from pdserve.errors import PdserveError, PermissionDenied
 from pdserve.request import SamplingParams
 from pdserve.rpc.tls import CLIENT, OPERATOR, WORKER
 from router.app import Router
@@ -30,6 +32,7 @@ ACME, ZETA, WRONG = (f"sk-{name}-0123456789abcdef" for name in ("acme", "zeta", 
 TENANTS = (Tenant.of("acme", ACME), Tenant.of("zeta", ZETA))
 PAGES = ("/ui/events", "/ui/requests/req-1", "/metrics")
 SECRET = "never shown to anybody"
+NOTHING_MORE = ((), Contract(0, b"", b"", b"", 0, 0, 0, "", 0, "", "", "", "", ""), WorkerLoad(*[0] * 9), 0.0)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -76,6 +79,56 @@ async def test_an_operators_key_opens_them_and_the_page_itself_holds_no_data(mad
             assert not any(word in page.text for word in ("acme", "zeta", "tiny", "d0"))
         for name in ("nothing.js", "../app.py", "..%2fapp.py", "%2e%2e/app.py"):
             assert (await http.get(f"/ui/{name}")).status_code == 404
+
+
+async def test_only_operators_are_told_where_workers_are_and_what_they_do(made: House) -> None:
+    """At every door that tells of workers: gRPC Status and adapters, HTTP readiness."""
+    addresses = {address for worker in made.workers for address in (worker.address, worker.record().metrics) if address}
+    async with AsyncClient(made.router.address, api_key=ACME) as operator:
+        everything = await operator.status()
+        assert not everything.reduced and {w.addresses[0] for w in everything.workers} <= addresses
+        assert everything.registry and everything.pairs[0].differences is not None
+        assert len(await operator.adapters()) == 2
+    async with AsyncClient(made.router.address, api_key=ZETA) as tenant:
+        told = await tenant.status()
+        assert told.reduced and [(w.worker_id, w.role, w.state) for w in told.workers] == [
+            (w.worker_id, w.role, w.state) for w in everything.workers
+        ]
+        assert [pair.fits for pair in told.pairs] == [True]
+        assert {w.model for w in told.workers} == {model.name for model in await tenant.models()}
+        for worker in told.workers:
+            assert worker == Worker(worker.worker_id, worker.role, worker.state, worker.model, *NOTHING_MORE)
+        assert (told.registry, told.active_requests, told.placement) == ("", 0, Placement())
+        with pytest.raises(PermissionDenied) as refused:
+            await tenant.adapters()
+        assert refused.value.reason == "NOT_OPERATOR"
+    async with httpx.AsyncClient(base_url=f"http://{made.router.http_address}") as http:
+        for key in (None, ZETA, WRONG):
+            answer = await http.get("/readyz", headers=bearer(key))
+            assert (answer.status_code, answer.json()) == (200, {"ready": True})
+        assert (await http.get("/readyz", headers=bearer(ACME))).json()["models"]
+
+
+async def test_who_may_not_use_a_model_is_not_told_of_its_workers() -> None:
+    strangers = (TENANTS[0], replace(TENANTS[1], models=("another",)))
+    async with (
+        house(tenants=strangers, operators=("acme",)) as it,
+        AsyncClient(it.router.address, api_key=ZETA) as stranger,
+    ):
+        told = await stranger.status()
+    assert told.reduced and (told.workers, told.pairs) == ((), ())
+
+
+@pytest.mark.parametrize("role", [OPERATOR, CLIENT])
+async def test_without_tenants_a_certificate_says_who_sees_the_workers(tmp_path: Path, role: str) -> None:
+    folder = make_certificates(tmp_path)
+    router = Router(router_settings(rpc=rpc_of(folder, "router")))
+    await router.start()
+    try:
+        async with AsyncClient(router.address, rpc_of(folder, role)) as client:
+            assert (await client.status()).reduced == (role == CLIENT)
+    finally:
+        await router.stop()
 
 
 async def test_without_tenants_whoever_reaches_the_port_may_look() -> None:

@@ -31,7 +31,7 @@ async def test_one_frame_shows_pools_load_and_the_last_requests() -> None:
         done = await top("--gateway", address)
         assert done.exit_code == 0, done.output
         lines = done.output.splitlines()
-        assert "1 pairs fit, 1 refused" in lines[0] and "0 in flight" in lines[0]
+        assert "pairs that fit: 1, refused: 1" in lines[0] and "0 in flight" in lines[0]
         (worker,) = [line.split() for line in lines if line.startswith("d0 ")]
         assert worker[1:5] == ["decode", "ready", MODEL, "cpu"]
         (request,) = [line for line in lines if "p0 -> d0" in line]

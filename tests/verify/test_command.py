@@ -16,9 +16,12 @@ import pytest
 from pdserve.cli.main import main
 from pdserve.engine.checkpoint import save_spec_checkpoint
 from pdserve.engine.engine import Engine
+from pdserve.rpc.settings import RpcSettings
+from pdserve.rpc.tls import CLIENT, OPERATOR, WORKER
 from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from tests.engine.tiny import spec, tiny_engine, tiny_model
+from tests.rpc.certificates import make_certificates, rpc_of
 
 IDS = ("--token-ids", "5,6,7,8,9,10,11", "--token-ids", "3 4", "--tokens", "2")
 SMALL = "page:4"
@@ -192,11 +195,12 @@ def test_the_configuration_file_holds_for_the_baseline(
     assert (report["baseline"]["dtype"], report["baseline"]["deterministic"]) == ("bf16", "true")
 
 
-def serving(model: Engine, allow: bool, run: Callable[[str], Done]) -> Done:
+def serving(model: Engine, allow: bool, run: Callable[[str], Done], rpc: RpcSettings | None = None) -> Done:
     """Runs the command beside a prefill worker."""
 
     async def both() -> Done:
-        worker = PrefillWorker(model, None, PrefillSettings(allow_trace=allow, grace_s=1.0))
+        settings = PrefillSettings(allow_trace=allow, grace_s=1.0, rpc=rpc or RpcSettings())
+        worker = PrefillWorker(model, None, settings)
         await worker.start()
         try:
             return await asyncio.to_thread(run, f"worker:{worker.address}")
@@ -212,6 +216,18 @@ def test_a_running_worker(pdserve: Callable[..., Done], allow: bool, code: int) 
     done: Any = serving(tiny_engine(), allow, lambda side: pdserve(side, side, *IDS))
     assert done.code == code
     assert ("equals" in done.out) if allow else ("allow_trace = true" in done.err)
+
+
+@pytest.mark.parametrize(("role", "code"), [(OPERATOR, 0), (CLIENT, 2)])
+def test_a_worker_that_uses_tls_is_shown_to_operators(
+    pdserve: Callable[..., Done], tmp_path: Path, role: str, code: int
+) -> None:
+    folder = make_certificates(tmp_path)
+    done = serving(
+        tiny_engine(), True, lambda side: pdserve(side, side, *IDS, "--tls", folder / role), rpc_of(folder, WORKER)
+    )
+    assert done.code == code, done.out + done.err
+    assert code == 0 or "certificate" in done.err
 
 
 def test_help_tells_a_newcomer_what_to_write(pdserve: Callable[..., Done]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cache_transfer.contract import CachePlane
 from pdserve.engine.checkpoint import save_spec_checkpoint
 from pdserve.engine.observe import Observed, Rows, columns
 from pdserve.errors import ConfigError, Incompatible
@@ -52,7 +53,7 @@ def test_every_tensor_of_every_layer_is_compared(tiny: Path) -> None:
     assert comparison.right.reused == (8, 0, 20, 0)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3-scaled", "mistral-short-window", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "llama3-scaled", "mistral-short-window", "qwen2", "qwen3", "gemma4", "gpt2"])
 def test_the_peer_library_agrees_on_a_directory(name: str, tmp_path: Path) -> None:
     path = save_peer(make_peer(name), tmp_path / "model")
     for comparison in compared(path, "transformers", "transformers,chunked:4"):
@@ -209,7 +210,7 @@ def test_a_choice_of_columns_is_even_and_the_norm_shows_the_rest() -> None:
 
 # -- scores and tokens -----------------------------------------------------------------------------
 
-ONE = Shape(layers=1, kv_heads=1, head_dim=1, vocab_size=4)
+ONE = Shape(planes=((CachePlane("k", 1, 1), CachePlane("v", 1, 1)),), vocab_size=4)
 
 
 def scored(*steps: list[float], outputs: tuple[int, ...]) -> Run:

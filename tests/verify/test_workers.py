@@ -12,9 +12,7 @@ import grpc
 import pytest
 
 from pdserve.engine.engine import Engine
-from pdserve.errors import DataLoss, Exhausted, InvalidRequest, PdserveError, Refused, Unavailable
-from pdserve.registry import trace as wire
-from pdserve.registry.trace import read_trace
+from pdserve.errors import Exhausted, InvalidRequest, PdserveError, Refused, Unavailable
 from pdserve.rpc.channel import channel
 from pdserve.rpc.status import from_rpc_error
 from pdserve.tokenizer import Tokenizer
@@ -22,6 +20,7 @@ from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.verify import remote
 from pdserve.verify.compare import Comparison
 from pdserve.verify.run import Request, verify
+from pdserve.worker.trace import read_trace
 from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from tests.e2e.stack import pair
@@ -163,7 +162,8 @@ async def test_a_choice_of_columns_bounds_what_is_sent() -> None:
 async def held(model: WatchedEngine, a: PrefillWorker) -> asyncio.Task[Any]:
     """A trace that stands still inside its first step."""
     task = asyncio.create_task(trace(a.address, token_ids=prompt(9), columns=8))
-    await asyncio.wait_for(model.inside.wait(), WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        await model.inside.wait()
     return task
 
 
@@ -192,7 +192,8 @@ async def test_a_caller_that_goes_away_leaves_no_page_behind() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert a.blocks.held_count == 3  # a step still writes them
-        await asyncio.wait_for(freed.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await freed.wait()
 
 
 async def test_a_worker_stops_while_a_prompt_is_traced() -> None:
@@ -224,7 +225,8 @@ async def test_a_prompt_that_waits_for_the_pages_of_a_trace_gets_them() -> None:
             running = asyncio.create_task(made.run(prompt(9)))
             await made.until_waiting(1)
         await task
-        response, _ = await asyncio.wait_for(running, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            response, _ = await running
         assert response.computed_tokens == 9
 
 
@@ -243,59 +245,3 @@ async def trace_until_free(a: PrefillWorker) -> None:
         async with asyncio.timeout(WAIT_S):
             while (await stub.Accounts(worker_pb2.AccountsRequest())).holdings:
                 pass
-
-
-START = worker_pb2.TracePart(start=worker_pb2.TraceStart(positions=[0], cached=[1]))
-
-
-def rows(**changes: Any) -> worker_pb2.TracePart:
-    given = {"layer": 0, "tensor": "x", "shape": [2], "columns": 2, "dtype": "fp32", "norms": [1.0]}
-    return worker_pb2.TracePart(rows=worker_pb2.TraceRows(**{**given, **changes}))
-
-
-ROWS = rows()
-
-
-def data(count: int) -> worker_pb2.TracePart:
-    return worker_pb2.TracePart(data=b"\0" * count)
-
-
-async def test_a_trace_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_TRACE_BYTES", 1 << 10)
-
-    async def endless() -> AsyncIterator[worker_pb2.TracePart]:
-        yield START
-        while True:
-            yield ROWS
-            yield data(8)
-
-    with pytest.raises(DataLoss) as error:
-        await asyncio.wait_for(read_trace(endless()), WAIT_S)
-    assert "no end" in error.value.message
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [],
-        [ROWS, data(8)],
-        [START, START],
-        [START, data(8)],
-        [START, ROWS],
-        [START, ROWS, data(7)],
-        [START, ROWS, data(8), data(1)],
-        [START, rows(dtype="int8"), data(2)],
-        [START, rows(columns=3), data(12)],
-        [START, rows(columns=1 << 30, shape=[1 << 30], norms=[1.0] * 40)],
-        [START, rows(norms=[])],
-        [START, worker_pb2.TracePart()],
-    ],
-)
-async def test_a_broken_trace_is_refused(parts: list[worker_pb2.TracePart]) -> None:
-    async def sent() -> AsyncIterator[worker_pb2.TracePart]:
-        for part in parts:
-            yield part
-
-    with pytest.raises(DataLoss) as error:
-        await read_trace(sent())
-    assert error.value.reason == "TRACE_BROKEN"

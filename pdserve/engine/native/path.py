@@ -130,7 +130,7 @@ class NativePath:
         )
 
     def _layer(self, index: int) -> c.Layer:
-        layer, pages = self.decoder.layers[index], self.cache.storage[index]
+        layer, planes = self.decoder.layers[index], self.cache.planes[index]
         return c.Layer(
             attn_norm=self._norm(layer.attn_norm),
             q_norm=self._norm(layer.q_norm),
@@ -140,8 +140,8 @@ class NativePath:
             o=self._matrix(layer.o),
             up=self._matrix(layer.up),
             down=self._matrix(layer.down),
-            k_pages=pages[0].data_ptr(),
-            v_pages=pages[1].data_ptr(),
+            k_pages=planes["k"].data_ptr(),
+            v_pages=planes["v"].data_ptr(),
             window=self.decoder.spec.window(index),
         )
 

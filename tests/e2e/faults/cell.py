@@ -104,7 +104,8 @@ async def run(house: House, cell: Cell) -> Result:
             if second is not None:
                 await _revive_during(house, victim, await _reached(second, asking, asked))
             freed_at = await _free_without_answer(house, cell)
-            await asyncio.wait_for(asking, WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                await asking
         _check(cell, asked, asked.ended_at - struck_at)
         if cell.has_companion:
             await companion.tokens(before + SOME_TOKENS if cell.expected is Outcome.COMPLETE else OUTPUT_LONG)

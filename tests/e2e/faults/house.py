@@ -97,9 +97,11 @@ class House:
 
     async def revive(self, name: str) -> str:
         """Thaws a worker; returns once its push or its answer, of which it has one, is over: how it ended."""
-        over = self._over[name] = asyncio.get_running_loop().create_future()
+        over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._over[name] = over
         self.thaw(name)
-        return await asyncio.wait_for(over, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            return await over
 
     async def repair(self) -> None:
         """After a cell that failed: everybody anew."""

@@ -117,7 +117,8 @@ class Child:
 
     async def _answer(self, within_s: float) -> tuple[Any, ...]:
         try:
-            return await asyncio.wait_for(self._answers.get(), within_s)
+            async with asyncio.timeout(within_s):
+                return await self._answers.get()
         except TimeoutError:
             raise AssertionError(f"{self.name} does not answer:\n{self.log_tail()}") from None
 

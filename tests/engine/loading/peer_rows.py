@@ -36,6 +36,15 @@ _TWO_BASES = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+_GEMMA4 = {
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 5,
+    "vocab_size_per_layer_input": VOCAB, "global_head_dim": 12,
+}  # fmt: skip
+_GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
+_TYPES4 = {  # another turn of each type of layer, and other bases
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 5}
@@ -44,6 +53,10 @@ _NEOX = {"num_key_value_heads": None, "rms_norm_eps": None, "hidden_size": 64, "
 }}  # fmt: skip
 _STABLELM = {"hidden_size": 64, "head_dim": None, "rms_norm_eps": None, "layer_norm_eps": 1e-5, "use_qkv_bias": True}
 _NEMOTRON = {"rms_norm_eps": None, "norm_eps": 1e-5}
+_LFM2 = {
+    "hidden_size": 48, "head_dim": None, "rms_norm_eps": None, "norm_eps": 1e-5, "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8,
+}  # fmt: skip
 _FALCON = {
     "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64,
     "layer_norm_epsilon": 1e-5, **_SMALL,
@@ -69,6 +82,13 @@ def longrope(pairs: int, **parameters: Any) -> dict[str, Any]:
     return scaled("longrope", **lists, **parameters)
 
 
+_GPT_OSS = {  # the limit is so low that it holds for many values, as in large models
+    **_MIXTRAL,
+    "sliding_window": 5,
+    "swiglu_alpha": 1.5,
+    "swiglu_limit": 0.6,
+    **scaled("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=1.0, beta_slow=0.2, truncate=False),
+}
 # Name -> (config class, model class, options).
 _ROWS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
@@ -168,6 +188,34 @@ _ROWS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma4": (  # as E2B: inputs of each layer, upper layers that read a lower one's cache and have wider MLPs
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4-global-heads": (  # as 31B: wider heads in layers without a window, whose values are their keys
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "global_head_dim": 20,
+            "num_global_key_value_heads": 1,
+            "rope_parameters": _TYPES4,
+        },
+    ),
+    "gemma4-experts": (  # as 26B-A4B
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {**_GEMMA4, **_GEMMA4_EXPERTS, "hidden_size_per_layer_input": 0, "sliding_window": 50, "attention_bias": True},
+    ),
     "qwen3-moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_MOE, "norm_topk_prob": True}),
     "qwen3-moe-mixed": (
         "Qwen3MoeConfig",
@@ -180,6 +228,17 @@ _ROWS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
         {**_MOE, "head_dim": None, "shared_expert_intermediate_size": 28, "mlp_only_layers": [1]},
     ),
     "minimax-m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", {**_MIXTRAL, "rotary_dim": 6}),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", _GPT_OSS),
+    "gpt-oss-long-window": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_GPT_OSS,
+            "attention_bias": False,
+            "sliding_window": 50,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", _MIXTRAL),
     "mixtral-window": ("MixtralConfig", "MixtralForCausalLM", {**_MIXTRAL, "sliding_window": 5}),
     "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _NEOX),
@@ -187,6 +246,18 @@ _ROWS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
         "GPTNeoXConfig",
         "GPTNeoXForCausalLM",
         {**_NEOX, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
+    ),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", _LFM2),
+    "lfm2-long-kernel": (  # longer than the prompt; with biases, and widths as they are
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            **_LFM2,
+            "conv_L_cache": 30,
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
     ),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", _STABLELM),
     "stablelm-parallel": (  # as the 12B model

@@ -33,13 +33,17 @@ def make_peer(name: str, **options: Any) -> Any:
     model = getattr(transformers, model_class)(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if "norm" in key or "ln_" in key:
+            if "norm" in key or "ln_" in key or key.endswith(("router.scale", "per_expert_scale")):
                 parameter.uniform_(0.5, 1.5)
+            if name.startswith("gemma4") and key.endswith("q_norm.weight"):
+                parameter.mul_(0.3)  # its scores are not divided by the head dim's root; large ones enlarge rounding
             if key.endswith("bias"):
                 parameter.normal_(0.0, SPREAD)
         for key, buffer in model.named_buffers():
             if key.endswith("correction_bias"):
                 buffer.normal_(0.0, SPREAD)
+            if key.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
                 module.weight[module.padding_idx].normal_(0.0, SPREAD)  # zeros would hide what is wrong with that id

@@ -72,6 +72,7 @@ READABLE: dict[str, dict[str, Any]] = {
     "gemma3": {**DEFAULT_GEMMA, "num_hidden_layers": 7, "sliding_window_pattern": 6, "rope_parameters": None},
     "starcoder2": {"sliding_window": None},
     "stablelm": {},
+    "lfm2": {},
     "nemotron": {"hidden_size": 64, "head_dim": 16},
     "falcon": {},
     "qwen2-moe": {**DEFAULT_QWEN2_MOE, "mlp_only_layers": [], "num_hidden_layers": 1},
@@ -96,9 +97,15 @@ def test_each_architecture_that_we_serve_gives_the_logits_of_the_peer_reading_th
         torch.testing.assert_close(got, expected, rtol=0, atol=peers.TOLERANCE)
 
 
+# What the format has no key for.
+PUBLISHED_GPT_OSS = {
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    **peer_rows.scaled("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
+}
 ONE_SPEC = [
-    "llama", "qwen2-moe", "qwen3-moe", "minimax-m2", "gemma2", "gemma3", "phi3", "bloom", "stablelm-parallel",
-    "nemotron", "falcon", "falcon-groups",
+    "llama", "qwen2-moe", "qwen3-moe", "minimax-m2", "gpt-oss", "gemma2", "gemma3", "phi3", "bloom",
+    "stablelm-parallel", "nemotron", "lfm2", "falcon", "falcon-groups",
 ]  # fmt: skip
 
 
@@ -107,6 +114,7 @@ def test_gguf_and_directory_give_one_spec(name: str, tmp_path: Path) -> None:
     """Of models in the sizes that the format takes for granted."""
     options = {} if name == "phi3" else dict(READABLE.get(name, {}))
     options |= {"sliding_window": 5} if "gemma" in name else {"norm_topk_prob": True} if name == "qwen3-moe" else {}
+    options |= PUBLISHED_GPT_OSS if name == "gpt-oss" else {}
     model = peers.make_peer(name, **options)
     directory = load_model(peers.save_peer(model, tmp_path / "hf"), "fp32").spec
     file = load_model(write_gguf(model, tmp_path / "m.gguf"), "fp32").spec

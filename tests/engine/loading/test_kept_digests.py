@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,61 +23,9 @@ from pdserve.errors import CheckpointError
 from tests.engine.loading import peers
 from tests.engine.loading.directories import directory, edit_json
 from tests.engine.loading.gguf_writing import write_gguf
+from tests.engine.loading.kept import flip, fresh, load, names, next_tick
 from tests.engine.tiny import TINY, tiny_model
 from tests.tokenizer.conftest import llama2_like, write_directory
-
-
-def load(path: Path, settled_s: float = 0.0) -> tuple[bytes, int]:
-    """The model's digest, and how many tensors were hashed for it."""
-    files = CheckpointFiles(settled_s=settled_s)
-    return load_model(path, "fp32", files=files).digest, len(files.hashed)
-
-
-def fresh(path: Path) -> bytes:
-    """The digest without anything kept."""
-    files = CheckpointFiles(keep=False)
-    digest = load_model(path, "fp32", files=files).digest
-    assert files.hashed
-    return digest
-
-
-def next_tick(folder: Path) -> None:
-    """Returns once the file system's clock has moved on: it is read by making files."""
-
-    def now() -> int:
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            return os.fstat(file.fileno()).st_mtime_ns
-
-    began = now()
-    while now() == began:
-        pass
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.pdmodel"
-    model = tiny_model()
-    save_spec_checkpoint(path, model.spec, model.tensors)
-    next_tick(tmp_path)
-    return path
-
-
-def names(folder: Path) -> set[str]:
-    return {item.name for item in folder.iterdir()}
-
-
-def flip(path: Path, at: int = -1) -> None:
-    """Changes one bit in place and puts size and modification time back as they were."""
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(at, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(at, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    after = path.stat()
-    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
-
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "directory": directory,
@@ -301,7 +248,8 @@ async def test_processes_with_other_hash_seeds_and_precisions_agree(tmp_path: Pa
             env={**os.environ, "PYTHONHASHSEED": str(number), "OMP_NUM_THREADS": "1"},
             stdout=asyncio.subprocess.PIPE,
         )
-        out, _ = await asyncio.wait_for(made.communicate(), 120.0)
+        async with asyncio.timeout(120.0):
+            out, _ = await made.communicate()
         assert made.returncode == 0
         return out.decode().split()
 

@@ -101,6 +101,24 @@ def without_embed_norm(model: LoadedModel) -> LoadedModel:
     return change_spec(embed_norm=False)(dataclasses.replace(model, tensors=tensors))
 
 
+def without_sinks(model: LoadedModel) -> LoadedModel:
+    tensors = {name: t for name, t in model.tensors.items() if not name.endswith(".sinks")}
+    return change_spec(attention_sinks=False)(dataclasses.replace(model, tensors=tensors))
+
+
+def every_pair_turns(model: LoadedModel) -> LoadedModel:
+    def all_of(scheme: PositionScheme) -> PositionScheme:
+        return PositionScheme(kind="rope", theta=scheme.theta, dims=scheme.dims)
+
+    return change_spec(layer_positions=tuple(map(all_of, model.spec.layer_positions)))(model)
+
+
+def values_of_their_own(model: LoadedModel) -> LoadedModel:
+    """In layers whose values are their keys."""
+    own = {f"layers.{i}.v.weight": model.tensors[f"layers.{i}.k.weight"].flip(0) for i in model.spec.key_is_value}
+    return change_spec(key_is_value=())(dataclasses.replace(model, tensors={**model.tensors, **own}))
+
+
 def zero(tensor: Tensor, model: LoadedModel) -> Tensor:
     return torch.zeros_like(tensor)
 
@@ -150,6 +168,27 @@ FAULTS: Mapping[str, tuple[str, Fault]] = {
     "gemma2: windows on the other layers": ("gemma2", change_spec(sliding_window=(0, 5, 0))),
     "gemma2: embedding not scaled": ("gemma2", change_spec(embed_scale=1.0)),
     "gemma3: one base for all": ("gemma3", change_spec(layer_positions=())),
+    "gemma4: upper layers read another's cache": ("gemma4", change_spec(kv_layers=(0, 1, 2, 3, 0, 1))),
+    "gemma4: embeddings of the layers shifted": ("gemma4", change_tensors("layer_embed", lambda t, _: t.roll(8, 1))),
+    "gemma4: layers not scaled": ("gemma4", change_tensors("layer_scale", lambda t, _: torch.ones_like(t))),
+    "gemma4: values not normed": ("gemma4", change_spec(v_norm=False)),
+    "gemma4: windows on the other layers": ("gemma4", change_spec(sliding_window=(0, 5, 0, 5, 0, 5))),
+    "gemma4: every pair turns": ("gemma4-global-heads", every_pair_turns),
+    "gemma4: scores divided": ("gemma4-global-heads", change_spec(attention_scale=0.0)),
+    "gemma4: values that are not the keys": ("gemma4-global-heads", values_of_their_own),
+    "gemma4: experts not weighted": ("gemma4-experts", change_tensors("expert_gains", lambda t, _: torch.ones_like(t))),
+    "gemma4: router reads what is not scaled": (
+        "gemma4-experts",
+        change_tensors("router_norm", lambda t, _: torch.ones_like(t)),
+    ),
+    "gemma4: gate and up exchanged": ("gemma4-experts", exchanged("expert_gate", "expert_up")),
+    "lfm2: the filter reversed": ("lfm2", change_tensors(".conv.weight", lambda t, _: t.flip(1))),
+    "lfm2: gates and input exchanged": ("lfm2", change_tensors("conv_in.weight", lambda t, m: t.roll(m.spec.width, 0))),
+    "lfm2: a token too few": (
+        "lfm2",
+        change_tensors(".conv.weight", lambda t, _: torch.cat([t[:, :1] * 0, t[:, 1:]], 1)),
+    ),
+    "lfm2: the filter's bias left out": ("lfm2-long-kernel", change_tensors(".conv.bias", zero)),
     "qwen3-moe: weights not normed": ("qwen3-moe", change_spec(norm_experts=False)),
     "qwen3-moe: another expert": ("qwen3-moe", change_tensors("expert_down", lambda t, _: t.roll(1, 0))),
     "mixtral: one expert instead of two": ("mixtral", change_spec(active_experts=1)),
@@ -162,6 +201,16 @@ FAULTS: Mapping[str, tuple[str, Fault]] = {
     "falcon: wrong KV head": ("falcon-groups", OTHER_HEAD),
     "falcon: norms exchanged": ("falcon-groups", exchanged("attn_norm", "mlp_norm")),
     "minimax-m2: choice not corrected": ("minimax-m2", change_tensors("router_correction", zero)),
+    "gpt-oss: sinks left out": ("gpt-oss", without_sinks),
+    "gpt-oss: another head's sink": ("gpt-oss", change_tensors(".sinks", lambda t, _: t.roll(1, 0))),
+    "gpt-oss: limit left out": ("gpt-oss", change_spec(swiglu_limit=1e9)),
+    "gpt-oss: another alpha": ("gpt-oss", change_spec(swiglu_alpha=1.702)),
+    "gpt-oss: gate and up exchanged": ("gpt-oss", exchanged("expert_gate", "expert_up")),
+    "gpt-oss: weights of all experts": ("gpt-oss", change_spec(norm_experts=False)),
+    "gpt-oss: router without its bias": ("gpt-oss", change_tensors("router.bias", zero)),
+    "gpt-oss: experts without their bias": ("gpt-oss", change_tensors("expert_down.bias", zero)),
+    "gpt-oss: windows on the other layers": ("gpt-oss", change_spec(sliding_window=(0, 5, 0))),
+    "gpt-oss: ends of yarn's ramp made whole": ("gpt-oss", scaling_parameter("truncate", 1.0)),
     "qwen2-moe: shared expert not weighted": ("qwen2-moe", change_tensors("shared_router", zero)),
     "qwen2-moe: weights normed": ("qwen2-moe", change_spec(norm_experts=True)),
     "opt: position offset left out": ("opt", change_tensors("pos", lambda t, _: t.roll(2, 0))),

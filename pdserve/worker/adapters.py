@@ -176,7 +176,7 @@ class AdapterShelf:
             self._restore(name, digest)
             await self._announce()
             raise Refused(
-                f"{self._users(digest)} requests still use adapter {shown(name)}",
+                f"adapter {shown(name)} is still used; requests: {self._users(digest)}",
                 reason="ADAPTER_IN_USE",
                 field="name",
                 remedy="wait longer, or end them",

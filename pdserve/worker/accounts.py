@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pdserve.errors import Internal
-from pdserve.registry.parts import Books
+from pdserve.worker.parts import Books
 
 REQUEST = "request"  # computes
 PREEMPTED = "preempted"  # will compute again: no page
@@ -110,7 +110,7 @@ def _check_counts(accounts: Accounts, booked: Mapping[str, tuple[int, ...]]) -> 
     """Every page is counted once: held by somebody, kept for reuse, or free."""
     held = len({page for pages in booked.values() for page in pages})
     if held != accounts.pages_held:
-        raise _broken(f"{accounts.pages_held} pages are held, the holdings have {held}")
+        raise _broken(f"pages held: {accounts.pages_held}, in the holdings: {held}")
     if accounts.pages_free + accounts.pages_cached + held != accounts.pages_total:
         raise _broken(f"{accounts.pages_total} pages are not the sum of free, cached and held ones")
 

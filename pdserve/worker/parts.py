@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from typing import Protocol
 
 from pdserve.errors import PdserveError
-from pdserve.registry.pool_metrics import PoolCounted
+from pdserve.worker.metrics import PoolCounted
 
 
 class Steps(Protocol):

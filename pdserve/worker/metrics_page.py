@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from prometheus_client.registry import Collector
 
-from pdserve.registry.worker_settings import CommonSettings
 from pdserve.rpc.settings import check_plaintext, is_loopback, join_address, split_address
 from pdserve.rpc.tls import OPERATOR, ROUTER, check_names, http_context
 from pdserve.telemetry.exporter import PATH, MetricsListener, MetricsPage
+from pdserve.worker.settings import CommonSettings
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import grpc
 
 from pdserve.errors import CheckpointError, InvalidRequest, NotFound
-from pdserve.registry.adapters import AdapterShelf, AdapterStatus
 from pdserve.v1 import adapters_pb2, adapters_pb2_grpc, common_pb2
+from pdserve.worker.adapters import AdapterShelf, AdapterStatus
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -23,20 +23,20 @@ from pathlib import Path
 
 from cache_transfer.contract import Endpoint, WorkerContract
 from pdserve.errors import Internal, PdserveError, Refused, Unavailable
-from pdserve.registry.accounts import Accounts, take_stock
-from pdserve.registry.adapters import AdapterShelf, Readable
-from pdserve.registry.adapters import Store as AdapterStore
 from pdserve.registry.heartbeat import Heartbeat
-from pdserve.registry.metrics_page import WorkerMetrics
-from pdserve.registry.parts import Books, Steps
-from pdserve.registry.pool_hooks import PoolHooks
-from pdserve.registry.probe import Prober
 from pdserve.registry.records import DRAINING, PREFILL, READY, STALLED, STARTING, Registry, WorkerRecord
-from pdserve.registry.trace import TracedRun
-from pdserve.registry.worker_settings import CommonSettings
 from pdserve.rpc.background import Background, set_within
 from pdserve.rpc.server import Server
 from pdserve.telemetry.traces import Traces
+from pdserve.worker.accounts import Accounts, take_stock
+from pdserve.worker.adapters import AdapterShelf, Readable
+from pdserve.worker.adapters import Store as AdapterStore
+from pdserve.worker.hooks import PoolHooks
+from pdserve.worker.metrics_page import WorkerMetrics
+from pdserve.worker.parts import Books, Steps
+from pdserve.worker.probe import Prober
+from pdserve.worker.settings import CommonSettings
+from pdserve.worker.trace import TracedRun
 
 log = logging.getLogger(__name__)
 

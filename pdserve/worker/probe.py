@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.errors import Exhausted, PdserveError, Unavailable
-from pdserve.registry.records import DECODE, LiveRecord, Registry
+from pdserve.errors import Exhausted, PdserveError
+from pdserve.registry.records import DECODE, Registry
+from pdserve.registry.timed import timed_snapshot
 from pdserve.rpc.channel import channel
 from pdserve.rpc.settings import RpcSettings
 from pdserve.rpc.status import from_rpc_error
@@ -106,29 +106,6 @@ class Prober:
         except PdserveError as error:
             return Path(worker_id, address, _ms_since(began), error)
         return Path(worker_id, address, _ms_since(began))
-
-
-async def timed_snapshot(registry: Registry, limit_s: float) -> tuple[Sequence[LiveRecord], float, PdserveError | None]:
-    """The records, the milliseconds that they took, and why there are none."""
-    began = time.monotonic()
-    try:
-        async with asyncio.timeout(limit_s):
-            return await registry.snapshot(), _ms_since(began), None
-    except PdserveError as error:
-        return (), _ms_since(began), error
-    except TimeoutError:
-        late = Unavailable(
-            f"the registry did not answer within {limit_s:g} s",
-            reason="REGISTRY_UNAVAILABLE",
-            field="registry.url",
-            remedy="check that it runs and is reached from there",
-        )
-        return (), _ms_since(began), late
-
-
-def limit_of(timeout_ms: int, default_s: float, most_s: float) -> float:
-    """Seconds that a caller allows; 0: the default."""
-    return min(timeout_ms / 1000, most_s) if timeout_ms else default_s
 
 
 def _ms_since(began: float) -> float:

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from prometheus_client.registry import Collector
 
 from cache_transfer.contract import Endpoint
-from pdserve.registry.accounts import Stake
-from pdserve.registry.parts import Requests
 from pdserve.registry.records import Load
-from pdserve.registry.worker_service import KernelReport
+from pdserve.worker.accounts import Stake
+from pdserve.worker.parts import Requests
+from pdserve.worker.service import KernelReport
 
 
 class PoolHooks(ABC):

@@ -11,8 +11,8 @@ import pytest
 from cache_transfer.encoding import sha256
 from pdserve.engine.adapters import Adapter, Adapters
 from pdserve.errors import CheckpointError, Exhausted, InvalidRequest, NotFound, PermissionDenied, Refused
-from pdserve.registry.adapters import AdapterShelf
 from pdserve.registry.records import NamedAdapter
+from pdserve.worker.adapters import AdapterShelf
 
 LINGER_S = 1000.0
 
@@ -133,7 +133,7 @@ async def test_what_is_still_used_after_the_wait_stays_as_it_was() -> None:
     rig = Rig()
     await rig.load("a", "one")
     rig.users = [digest("one")]
-    with pytest.raises(Refused, match="1 requests still use adapter 'a'") as busy:
+    with pytest.raises(Refused, match="adapter 'a' is still used; requests: 1") as busy:
         await rig.shelf.unload("a", 0.0)
     assert busy.value.reason == "ADAPTER_IN_USE" and busy.value.retryable
     assert rig.names() == [("a", digest("one"))]

@@ -16,14 +16,15 @@ from typing import Any, Protocol
 import grpc
 
 from pdserve.errors import NotFound, PdserveError
-from pdserve.registry.accounts import Accounts
-from pdserve.registry.probe import DEFAULT_S, MAX_S, Prober, limit_of
 from pdserve.registry.records import WorkerRecord
-from pdserve.registry.trace import TracedRun, trace_parts
 from pdserve.registry.wire import status_to_proto
+from pdserve.rpc.deadline import limit_of
 from pdserve.rpc.self_report import GRPC, certificate, disk_of, part_report
 from pdserve.rpc.status import abort, to_detail
 from pdserve.v1 import gateway_pb2, worker_pb2, worker_pb2_grpc
+from pdserve.worker.accounts import Accounts
+from pdserve.worker.probe import DEFAULT_S, MAX_S, Prober
+from pdserve.worker.trace import TracedRun, trace_parts
 
 PIECE_BYTES = 1 << 20  # of a tokenizer bundle, per message
 

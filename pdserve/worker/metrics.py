@@ -11,14 +11,13 @@ from prometheus_client.registry import Collector
 
 from pdserve import __version__
 from pdserve.registry.wire import STATES
-from pdserve.rpc.self_report import GRPC, certificate
+from pdserve.rpc.self_report import CERTIFICATE_ENDS, GRPC, certificate
 from pdserve.telemetry.counting import STEP_S, STEP_TOKENS, WAIT_S, Counts, Histogram, Labels, Refusals
 from pdserve.telemetry.metrics import Families
 
 if TYPE_CHECKING:
-    from pdserve.registry.pool_worker import PoolWorker
+    from pdserve.worker.pool_worker import PoolWorker
 
-CERTIFICATE_ENDS = "When the certificate of a listener ends, in Unix seconds; 0: it cannot be read"
 KERNELS = ("plain", "building", "native", "failed")
 
 

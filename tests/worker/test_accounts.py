@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.prefix import Prefix
-from pdserve.registry.accounts import LEASE, ORPHAN, PIN, REQUEST, TICKET, Holding, Stake, take_stock
+from pdserve.worker.accounts import LEASE, ORPHAN, PIN, REQUEST, TICKET, Holding, Stake, take_stock
 
 NOW = 100.0
 
@@ -81,7 +81,7 @@ class Miscounted(BlockManager):
         return super().free_count + (self.wrong == "free")
 
 
-@pytest.mark.parametrize(("wrong", "fault"), [("held", "1 pages are held"), ("free", "not the sum")])
+@pytest.mark.parametrize(("wrong", "fault"), [("held", "pages held: 1,"), ("free", "not the sum")])
 def test_the_counts_are_checked_too(wrong: str, fault: str) -> None:
     manager = Miscounted(4, 2)
     manager.wrong = wrong
