@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prefill_worker.worker import PrefillWorker
 
 ENDS = (State.RELEASED, State.REFUSED, State.EXPIRED, State.ABORTED, State.FAILED)
-QUEUE_TIMEOUT, LEASE_ENDED = OVERDUE = ("QUEUE_TIMEOUT", "LEASE_ENDED")
+OVERDUE = ("QUEUE_TIMEOUT", "LEASE_ENDED")  # reasons of overdue.py
 
 
 @dataclass

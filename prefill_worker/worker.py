@@ -134,7 +134,8 @@ class PrefillWorker(PoolWorker):
         return await self._tracer.run(ids, chunk_tokens, columns)
 
     async def _listen(self) -> None:
-        """The one server is all there is."""
+        """The one server is all there is; the model is the engine's alone by now."""
+        await self._thread.run(self.engine.prepare)
 
     async def _close(self, wait: bool) -> None:
         await self._peers.close()

@@ -1,4 +1,4 @@
-"""What must hold after a step, each statement under a name, and the comparison of two runs.
+"""What must hold after a step, each statement under a name, and how far two correct runs may differ.
 
 While serving, both workers run `check_written` after every step: a count per layer, and the one
 check that costs nothing. `check_step` needs a trace of all tensors; it runs in `prefill()` and
@@ -14,7 +14,7 @@ that a report names the part at fault. In the order of diagnosis:
     attention_reference  attention equals the plain reference over the cached keys (costly)
     first_step_prefix    logits belong to the last token of their own sequence
 
-`first_divergence` compares a run with a baseline layer by layer.
+Two runs are compared layer by layer by pdserve/verify.
 """
 
 from __future__ import annotations
@@ -176,55 +176,6 @@ ALL = frozenset(CHECKS)
 INVARIANTS = ALL - {"attention_reference"}
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """The first place where two runs differ by more than the tolerance."""
-
-    layer: int  # -1: before the first layer; the number of layers: the logits
-    what: str  # positions | x | k | v | attended | y | logits | top
-    error: float
-
-
-def baseline(engine: Engine, ids: tuple[int, ...], pages: tuple[int, ...]) -> tuple[StepTrace, StepOutput]:
-    """One sequence, no reuse, one step: what every other run of these ids is compared with."""
-    trace = StepTrace()
-    output = engine.step(StepPlan((Chunk("baseline", ids, 0, pages, "all"),)), trace=trace)
-    return trace, output
-
-
-def first_divergence(
-    engine: Engine, base: tuple[StepTrace, StepOutput], run: list[tuple[StepTrace, StepOutput]], key: str
-) -> Divergence | None:
-    """Compares the steps that ran sequence `key` (in order) with its baseline, layer by layer.
-
-    Positions are compared exactly, tensors and logits within TOLERANCES, and where both top
-    scores are further apart than that, the top id as well. None: no divergence.
-    """
-    tolerance = TOLERANCES[engine.config.dtype]
-    whole = base[0]
-    parts = [(trace, _rows_of(trace, key)) for trace, _ in run]
-    positions = torch.cat([_batch(trace).positions[rows] for trace, rows in parts])
-    if not torch.equal(positions, _batch(whole).positions[-len(positions) :]):
-        return Divergence(-1, "positions", float("inf"))
-    for layer in range(len(whole.layers)):
-        for what in ("x", "k", "v", "attended", "y"):
-            got = torch.cat([getattr(trace.layers[layer], what)[rows] for trace, rows in parts])
-            want = getattr(whole.layers[layer], what)
-            error = relative_error(got, want[-len(got) :], want)
-            if not error <= tolerance:
-                return Divergence(layer, what, error)
-    scores, expected = run[-1][1].logits[key][-1], base[1].logits["baseline"][-1]
-    error = relative_error(scores, expected, base[1].logits["baseline"])
-    if not error <= tolerance:
-        return Divergence(len(whole.layers), "logits", error)
-    best = expected.topk(2).values
-    if int(scores.argmax()) != int(expected.argmax()) and float(best[0] - best[1]) > 2 * tolerance * float(
-        expected.abs().max()
-    ):
-        return Divergence(len(whole.layers), "top", error)
-    return None
-
-
 def relative_error(got: Tensor, expected: Tensor, whole: Tensor | None = None) -> float:
     """Largest absolute difference over the largest absolute value of `whole` (default: expected).
 
@@ -235,21 +186,6 @@ def relative_error(got: Tensor, expected: Tensor, whole: Tensor | None = None) -
     difference = (got.double() - expected.double()).abs().max()
     scale = (expected if whole is None else whole).double().abs().max()
     return float(difference / scale.clamp(min=1e-30))
-
-
-def _batch(trace: StepTrace) -> Batch:
-    if trace.batch is None:
-        raise Internal("the trace is of no step", field="trace")
-    return trace.batch
-
-
-def _rows_of(trace: StepTrace, key: str) -> slice:
-    row = 0
-    for chunk in _batch(trace).chunks:
-        if chunk.key == key:
-            return slice(row, row + len(chunk.ids))
-        row += len(chunk.ids)
-    raise Internal(f"the step did not run {key}", field="key")
 
 
 def _broken(name: str, message: str) -> Internal:

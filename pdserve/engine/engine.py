@@ -80,6 +80,10 @@ class Engine:
         """Which kernels serve, and how many steps each path has run."""
         return self._kernels.counters
 
+    def prepare(self) -> None:
+        """Lays the weights out for the kernels, in the engine's thread; otherwise the first step does."""
+        self._kernels.current()
+
     def contract(self, tokenizer_digest: bytes = b"", context_limit: int = 0) -> WorkerContract:
         """What this engine promises about every cache it makes or takes.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
-
-from pdserve.engine import deterministic
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -78,4 +77,10 @@ class QuantizedLinear:
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
-Product = Linear | QuantizedLinear | deterministic.PaddedLinear
+class Product(Protocol):
+    """x [..., inputs] -> [..., outputs]: in torch, padded (deterministic.py), or by the kernels (native/packed.py)."""
+
+    @property
+    def outputs(self) -> int: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...

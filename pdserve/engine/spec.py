@@ -166,7 +166,7 @@ class ModelSpec:
 def shape_fields(shapes: Sequence[LayerShape]) -> dict[str, Any]:
     """The fields of a spec whose layers have these shapes; what it says of all is that of the first with attention."""
     first = next((shape for shape in shapes if shape.kv_heads and not shape.kernel), shapes[0])
-    unequal = tuple(shapes) if any(shape != first for shape in shapes) else ()
+    unequal = tuple(shapes) if first.kernel or any(shape != first for shape in shapes) else ()
     return {
         "heads": first.heads, "kv_heads": first.kv_heads, "head_dim": first.head_dim, "layer_shapes": unequal
     }  # fmt: skip

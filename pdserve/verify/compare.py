@@ -103,6 +103,8 @@ def check_sizes(left: Side, a: Shape, right: Side, b: Shape) -> None:
 def _planes(a: Shape, b: Shape) -> tuple[tuple[str, object, object], ...]:
     """The first plane in which two models differ; one difference in every layer is told once."""
     for layer, (ours, theirs) in enumerate(zip(a.planes, b.planes, strict=False)):
+        if ours is None or theirs is None:
+            continue
         names = [plane.name for plane in ours], [plane.name for plane in theirs]
         if names[0] != names[1]:
             return ((f"PLANES[{layer}]", *names),)

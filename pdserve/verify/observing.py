@@ -21,7 +21,7 @@ Prompts = Sequence[tuple[int, ...]]
 class Shape:
     """The sizes without which two runs cannot be compared."""
 
-    planes: tuple[tuple[CachePlane, ...], ...]  # per layer
+    planes: tuple[tuple[CachePlane, ...] | None, ...]  # per layer; None: this side cannot show it
     vocab_size: int
 
     @property

@@ -32,7 +32,7 @@ def run_peer(side: Side, prompts: Prompts, tokens: int) -> Run:
     with torch.inference_mode():
         observed = tuple(_run(watch, side, prompt, tokens) for prompt in prompts)
     planes = tuple(
-        tuple(CachePlane(name, *layer[name].shape) for name in ("k", "v") if name in layer)
+        tuple(CachePlane(name, *layer[name].shape) for name in ("k", "v")) if "k" in layer else None
         for layer in observed[0].layers
     )
     shape = Shape(planes, observed[0].logits[0].shape[0])
@@ -98,7 +98,9 @@ def _run(watch: _Watch, side: Side, prompt: tuple[int, ...], tokens: int) -> Obs
     import transformers
 
     watch.begin()
-    cache = transformers.DynamicCache()
+    types = getattr(watch.model.config, "layer_types", None) or ()
+    # Told of windows, it would drop keys that are out of them; of a convolution it must be told.
+    cache = transformers.DynamicCache(config=watch.model.config if "conv" in types else None)
     size = side.chunk_tokens or len(prompt)
     pieces = [prompt[start : start + size] for start in range(0, len(prompt), size)]
     positions: list[int] = []
@@ -122,12 +124,13 @@ def _run(watch: _Watch, side: Side, prompt: tuple[int, ...], tokens: int) -> Obs
     layers, cached = [], []
     heads = watch.model.config.num_attention_heads
     for index in range(watch.layers):
-        if index >= len(cache.layers):  # it reads an earlier layer's
+        stored = cache.layers[index] if index < len(cache.layers) else None
+        keys, values = (getattr(stored, name, None) for name in ("keys", "values"))
+        if keys is None or values is None:  # it reads an earlier layer's, or keeps what only a convolution reads
             cached.append(len(ids))
             layers.append(_layer(watch, index, {}, heads))
             continue
-        own_cache = cache.layers[index]
-        kept = {name: t[0].transpose(0, 1) for name, t in (("k", own_cache.keys), ("v", own_cache.values))}
+        kept = {name: t[0].transpose(0, 1) for name, t in (("k", keys), ("v", values))}
         cached.append(int(kept["k"].shape[0]))
         layers.append(_layer(watch, index, kept, heads))
     return Observed(ids, len(prompt), tuple(positions), tuple(layers), tuple(cached), tuple(logits), tuple(outputs))

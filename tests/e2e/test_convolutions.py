@@ -1,4 +1,4 @@
-"""A model with short convolutions through the whole service: its pages are shared, copied and moved like any other's."""
+"""A model with short convolutions through the whole service: its pages are shared, copied and moved like any others."""
 
 from __future__ import annotations
 

@@ -13,10 +13,9 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from click.testing import Result
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from pdserve.cli.main import app
 from pdserve.errors import ConfigError, PermissionDenied

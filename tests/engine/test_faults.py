@@ -22,6 +22,7 @@ from pdserve.engine.plan import Chunk, EngineConfig, StepOutput, StepPlan
 from pdserve.engine.prefix import Prefix
 from pdserve.engine.trace import StepTrace
 from pdserve.errors import Internal
+from tests.engine.divergence import baseline, first_divergence
 from tests.engine.tiny import TINY, prompt, run, tiny_engine, tiny_model
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -230,33 +231,33 @@ def traced(model: Engine, *plans: StepPlan) -> list[tuple[StepTrace, StepOutput]
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "float64"])
 def test_batching_and_chunking_do_not_diverge_from_the_baseline(dtype: str) -> None:
     model = tiny_engine(dtype=dtype)
-    base = checks.baseline(model, A, (8, 9, 10))
+    base = baseline(model, A, (8, 9, 10))
     together = traced(model, StepPlan((Chunk("b", B, 0, TABLE_B), Chunk("a", A, 0, TABLE_A))))
-    assert checks.first_divergence(model, base, together, "a") is None
+    assert first_divergence(model, base, together, "a") is None
     plans = [StepPlan((Chunk("a", A[i:j], i, TABLE_A),)) for i, j in ((0, 4), (4, 8), (8, 9))]
-    assert checks.first_divergence(model, base, traced(model, *plans), "a") is None
-    assert checks.first_divergence(model, base, traced(model, plans[2]), "a") is None  # prefix reused
+    assert first_divergence(model, base, traced(model, *plans), "a") is None
+    assert first_divergence(model, base, traced(model, plans[2]), "a") is None  # prefix reused
 
 
 def test_first_divergence_names_layer_and_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = tiny_engine(), StepPlan((Chunk("a", A, 0, TABLE_A),))
-    base = checks.baseline(model, A, TABLE_A)
+    base = baseline(model, A, TABLE_A)
     other = tiny_model()
     assert isinstance(other.tensors, dict)
     other.tensors["layers.1.o.weight"] = other.tensors["layers.1.o.weight"] * 1.01
-    found = checks.first_divergence(
+    found = first_divergence(
         model, base, traced(Engine(other, EngineConfig(dtype="fp32", pages=8, page_size=4)), plan), "a"
     )
     assert found is not None and (found.layer, found.what) == (1, "y")
     heads_mapped_round_robin(monkeypatch)
-    found = checks.first_divergence(model, base, traced(model, plan), "a")
+    found = first_divergence(model, base, traced(model, plan), "a")
     assert found is not None and (found.layer, found.what) == (0, "attended")
     monkeypatch.undo()
     positions_restart(monkeypatch)
-    found = checks.first_divergence(model, base, traced(model, StepPlan((Chunk("a", A[4:], 4, TABLE_A),))), "a")
+    found = first_divergence(model, base, traced(model, StepPlan((Chunk("a", A[4:], 4, TABLE_A),))), "a")
     assert found is not None and found.what == "positions"
     monkeypatch.undo()
     logits_of_another_request(monkeypatch)
     crossed = traced(model, StepPlan((Chunk("b", B, 0, TABLE_B), Chunk("a", A, 0, TABLE_A))))
-    found = checks.first_divergence(model, base, crossed, "a")
+    found = first_divergence(model, base, crossed, "a")
     assert found is not None and (found.layer, found.what) == (TINY.layers, "logits")

@@ -53,7 +53,9 @@ def test_every_tensor_of_every_layer_is_compared(tiny: Path) -> None:
     assert comparison.right.reused == (8, 0, 20, 0)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3-scaled", "mistral-short-window", "qwen2", "qwen3", "gemma4", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama3-scaled", "mistral-short-window", "qwen2", "qwen3", "gemma4", "lfm2", "gpt2"]
+)
 def test_the_peer_library_agrees_on_a_directory(name: str, tmp_path: Path) -> None:
     path = save_peer(make_peer(name), tmp_path / "model")
     for comparison in compared(path, "transformers", "transformers,chunked:4"):

@@ -12,16 +12,18 @@ struct Norm {
     int32_t kind;  // 0 none, 1 root mean square, 2 layer norm
 };
 
+// [outputs, inputs] in panels (products.h): outputs in groups, each of as many panels of `lanes` as it takes.
 struct Matrix {
-    const void* weight;  // [outputs, inputs]
+    const void* weight;
     const float* scale;  // [outputs] of int8 weights
     const float* bias;   // [outputs], or null
     int32_t outputs, inputs;
+    int32_t group, lanes;
 };
 
 struct Layer {
     Norm attn_norm, q_norm, k_norm, mlp_norm;
-    Matrix qkv, o, up, down;  // up: gate and up stacked if gated
+    Matrix qkv, o, gate, up, down;  // qkv: a group is a head; gate: of gated MLPs, laid out as up
     void *k_pages, *v_pages;
     int64_t window;  // tokens a query sees, itself included; 0: all
 };

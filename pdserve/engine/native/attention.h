@@ -300,8 +300,8 @@ void prefill_part(const Model& m, const Layer& l, const Step& s, int sequence, i
             const int last = first + (from + some - 1) / heads;  // of these queries: it sees most
             const int seen = int(std::min(long(s.places[last]) + 1 - key, long(count))), whole = int(rounded(seen, LANES));
             for (int i = 0; i < seen; i += PANEL)
-                times_panel<X>(room.q + long(from) * d, d, some, d, room.keys + i / PANEL * key_panel, std::min(PANEL, seen - i),
-                               room.scores + i, KEYS, true);
+                times_panel<X, float>(room.q + long(from) * d, d, some, d, room.keys + i / PANEL * key_panel, PANEL, std::min(PANEL, seen - i),
+                                      room.scores + i, KEYS, true);
             for (int row = from; row < from + some; row++) {
                 int token = first + row / heads;
                 int low = int(std::clamp(long(begin_of(token)) - key, 0L, long(KEYS)));
@@ -310,8 +310,8 @@ void prefill_part(const Model& m, const Layer& l, const Step& s, int sequence, i
                                    room.out + row * wide, wide, room.weights + (row - from) * KEYS);
             }
             for (int column = 0; column < d; column += PANEL)
-                times_panel<X>(room.weights, KEYS, some, whole, room.values + column / PANEL * value_panel, std::min(PANEL, d - column),
-                               room.out + from * wide + column, wide, false);
+                times_panel<X, float>(room.weights, KEYS, some, whole, room.values + column / PANEL * value_panel, PANEL,
+                                      std::min(PANEL, d - column), room.out + from * wide + column, wide, false);
         }
     }
     for (int row = 0; row < rows; row++) {

@@ -10,6 +10,7 @@ Under kernels = native an engine is never in another state than native: it waits
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from concurrent.futures import Future
@@ -50,7 +51,8 @@ class Kernels:
         if config.kernels not in CHOICES:
             raise ConfigError(f"unknown choice {config.kernels!r}", field="kernels", remedy=f"use {', '.join(CHOICES)}")
         self._plain = plain
-        self._native: NativePath | None = None
+        self._library: ctypes.CDLL | None = None
+        self._native: NativePath | None = None  # of the library; made when a step first needs it
         self._wanted: Future[Built] | None = None
         self._compilations = self._native_steps = self._plain_steps = 0
         self._state, self._why = "plain", "kernels = plain"
@@ -68,14 +70,21 @@ class Kernels:
 
     def describe(self) -> str:
         """For the contract's information: native and its instructions, or plain and why."""
-        if self._native is not None:
-            return f"native {library.level(self._native.library)}"
+        if self._library is not None:
+            return f"native {library.level(self._library)}"
         return f"plain ({self._why})"
 
     def current(self) -> PlainPath | NativePath:
-        """What computes now; adopts a library that has been built meanwhile."""
+        """What computes now; adopts a library that has been built meanwhile.
+
+        The weights are packed here and not when the engine is made: whoever made it holds its model until then, and
+        every weight would be there twice.
+        """
         if self._wanted is not None and self._wanted.done():
             self._finish(self._wanted)
+        if self._native is None and self._library is not None:
+            plain = self._plain
+            self._native = NativePath(self._library, plain.decoder, plain.cache, plain.rotary)
         return self._native or self._plain
 
     def count(self, path: PlainPath | NativePath) -> None:
@@ -113,8 +122,7 @@ class Kernels:
             self._fail(error)
 
     def _adopt(self, built: Built) -> None:
-        plain = self._plain
-        self._native = NativePath(library.load(built.path), plain.decoder, plain.cache, plain.rotary)
+        self._library = library.load(built.path)
         self._compilations += built.compiled
         self._state, self._why = "native", ""
         log.info("native kernels serve: %s", self.describe())

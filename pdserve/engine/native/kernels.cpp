@@ -53,7 +53,7 @@ static void norm_rows(const Step& s, const Norm& norm, const X* x, int rows, int
 // ---- products --------------------------------------------------------------------------------------
 
 // A finished tile: rows [first_row, first_row + rows) by outputs [first, first + outputs); row r begins at at + r * ld.
-// Of a gated product the second half of the outputs lies at `gap` floats after the first.
+// Of a gated product the outputs of `up` lie `gap` floats after the gate's.
 struct Tile {
     float* at;
     long ld, gap;
@@ -72,72 +72,36 @@ INLINE void scale_and_bias(const Matrix& w, int rows, int first, int outputs, fl
         });
 }
 
-// What one thread has for a product: a finished tile, and what each way works in.
-template <class X>
-struct ProductRoom {
-    float *tile, *panel, *sums;
-    X* wide;
-    Lanes<X> lanes;  // of LANES
-
-    ProductRoom(const Model& m, const Matrix& w, int rows, char* scratch) : lanes(nullptr, std::min(rows, PANEL), w.inputs) {
-        Cutter cut{scratch};
-        tile = cut.take<float>(TASK_ROWS * tile_columns(m));
-        panel = (float*)cut.at;
-        wide = cut.take<X>(long(STRIP) * w.inputs);
-        sums = cut.take<float>(PANEL * tile_columns(m));
-        lanes.at = (float*)cut.at;
-    }
-};
-
-// finish(tile) for every tile of x [rows, inputs] w^T. Tasks are `block` outputs wide; a gated product's task has the
-// same outputs of both halves.
+// finish(tile) for every tile of x [rows, inputs] w^T. A task is a group of outputs for some of the rows; with a gate,
+// whose product comes first in a tile, the same outputs of both.
 template <class X, class W, class Finish>
-static void product(const Model& m, const Step& s, const Matrix& w, const X* x, int rows, int block, bool gated, Finish finish) {
-    const int outputs = gated ? w.outputs / 2 : w.outputs, blocks = (outputs + block - 1) / block;
+static void product(const Model& m, const Step& s, const Matrix* gate, const Matrix& up, const X* x, int rows, Finish finish) {
+    const Panels<X, W> weights(up), gates(gate ? *gate : up);
+    const int groups = (up.outputs + up.group - 1) / up.group, inputs = up.inputs, columns = weights.columns();
     int splits = (rows + TASK_ROWS - 1) / TASK_ROWS;
     auto uneven = [&](int tasks) { return 20 * ((tasks + s.threads - 1) / s.threads * s.threads - tasks) > tasks; };
-    // A split has more rows than a panel: lanes are turned once per thread, so their rows must be the same in all tasks.
-    while ((uneven(blocks * splits) || blocks * splits < 4 * s.threads) && rows / splits >= 2 * PANEL + 2) splits *= 2;
+    while (uneven(groups * splits) && rows / splits >= PANEL) splits *= 2;
     const int each = int(rounded((rows + splits - 1) / splits, 6));
     splits = (rows + each - 1) / each;
-    const Way way = splits == 1 ? way_for<W>(rows) : Way::PANELS;
-    const long per_thread = Scratch(m, s.threads, 0).per_thread, wide = rounded(block, PANEL), ld = gated ? 2 * wide : wide;
-    auto weights_at = [&](int first) {  // what a task reads first: a strip, or a whole panel as far as it fits the cache
-        const char* at = (const char*)((const W*)w.weight + long(first) * w.inputs);
-        long bytes = long(way == Way::PANELS ? std::min(block, PANEL) : STRIP) * w.inputs * sizeof(W);
-        return Ahead{at, at + std::min(bytes, 256L << 10)};
-    };
-    share(s.threads, blocks * splits, [&](Turn turn) {
-        const int first = turn.task / splits * block, first_row = turn.task % splits * each;
-        const X* part = x + long(first_row) * w.inputs;
-        ProductRoom<X> room(m, w, rows, s.scratch + turn.thread * per_thread);
-        Tile t{room.tile, ld, wide, first_row, std::min(each, rows - first_row), first, std::min(block, outputs - first)};
-        if (way == Way::LANES && turn.before < 0) room.lanes.turn(part);
-        auto half = [&](int from, float* to, Ahead after) {
-            const W* weight = (const W*)w.weight + long(from) * w.inputs;
-            if (way == Way::DOTS) few_rows(part, t.rows, w.inputs, weight, t.outputs, to, ld, after, room.wide);
-            else if (way == Way::LANES) lane_rows<X, W>(room.lanes, weight, t.outputs, to, ld, after, room.sums, room.wide);
-            else many_rows<X, W>(part, t.rows, w.inputs, weight, t.outputs, to, ld, after, room.panel);
-            scale_and_bias(w, t.rows, from, t.outputs, to, ld);
+    const long per_thread = Scratch(m, s.threads, 0).per_thread, ld = gate ? 2 * columns : columns;
+    share(s.threads, groups * splits, [&](Turn turn) {
+        Cutter cut{s.scratch + turn.thread * per_thread};
+        float *tile = cut.take<float>(TASK_ROWS * tile_columns(m)), *wide = cut.take<float>(wide_floats<X>());
+        const int number = turn.task / splits, next = turn.next / splits, first_row = turn.task % splits * each;
+        const int first = number * up.group, outputs = std::min(up.group, up.outputs - first), some = std::min(each, rows - first_row);
+        const bool new_group = turn.next >= 0 && next != number;
+        auto panels = [&](const Matrix& w, const Panels<X, W>& of, float* to, Ahead after) {
+            for (int i = 0; i < of.each; i++) {
+                const long panel = long(number) * of.each + i;
+                panel_product<X, W>(of, panel, x + long(first_row) * inputs, some, to + i * of.lanes, ld,
+                                    i + 1 < of.each ? of.ahead(panel + 1) : after, wide);
+            }
+            scale_and_bias(w, some, first, outputs, to, ld);
         };
-        const int next = turn.next / splits * block;
-        const Ahead after = turn.next >= 0 && next != first ? weights_at(next) : Ahead{};
-        half(first, room.tile, gated ? weights_at(outputs + first) : after);
-        if (gated) half(outputs + first, room.tile + wide, after);
-        finish(t);
+        if (gate) panels(*gate, gates, tile, weights.ahead(long(number) * weights.each));
+        panels(up, weights, gate ? tile + columns : tile, new_group ? gates.ahead(long(next) * gates.each) : Ahead{});
+        finish(Tile{tile, ld, columns, first_row, some, first, outputs});
     });
-}
-
-// Outputs of a task: few where weights are read fast, and so many that the threads come out even.
-template <class W>
-static int block_for(int rows, int outputs, int threads) {
-    const int most = way_for<W>(rows) == Way::PANELS ? PANEL : 2 * STRIP;
-    int best = most, least = INT32_MAX;
-    for (int block = most; block >= 2 * STRIP; block -= STRIP) {
-        int blocks = (outputs + block - 1) / block, cost = (blocks + threads - 1) / threads * block;
-        if (cost < least) best = block, least = cost;
-    }
-    return best;
 }
 
 // ---- the parts of a layer --------------------------------------------------------------------------
@@ -173,30 +137,27 @@ static void attention_inputs(const Model& m, const Layer& l, Step& s, const X* x
     }
     std::atomic<long> kept{0};
     const X *cos = (const X*)m.cos, *sin = (const X*)m.sin;
-    const int heads_each = std::max(1, PANEL / d);
-    product<X, W>(m, s, l.qkv, hidden, rows, heads_each * d, false, [&](const Tile& t) {
-        long mine = 0;
-        for (int r = 0; r < t.rows; r++)
-            for (int column = 0; column < t.outputs; column += d) {
-                const long row = t.first_row + r, head = (t.first + column) / d;
-                float* values = t.at + r * t.ld + column;
-                const Norm& norm = head < m.heads ? l.q_norm : l.k_norm;
-                if (head < rotated && norm.kind) norm_row(norm, values, d, values);
-                if (head < rotated && m.rotary_dims) {
-                    long at = s.positions[row] * m.rotary_dims;
-                    rotate(values, cos + at, sin + at, m.rotary_dims);
-                }
-                if (head < m.heads) {
-                    by_lanes(d, [&](int i, int n) { store(q + (row * m.heads + head) * d + i, load(values + i, n), n); });
-                    continue;
-                }
-                bool is_key = head < rotated;
-                long kv_head = head - (is_key ? m.heads : rotated);
-                KV* page = (KV*)(is_key ? l.k_pages : l.v_pages) + kv_head * m.head_stride + s.slots[row] * m.slot_stride;
-                keep_row(values, d, (is_key ? k : v) + (row * m.kv_heads + kv_head) * d, page);
-                mine++;
+    product<X, W>(m, s, nullptr, l.qkv, hidden, rows, [&](const Tile& t) {  // of one head
+        const long head = t.first / d;
+        const bool is_query = head < m.heads, is_key = !is_query && head < rotated;
+        const Norm norm = is_query ? l.q_norm : is_key ? l.k_norm : Norm{};
+        for (int r = 0; r < t.rows; r++) {
+            const long row = t.first_row + r;
+            float* values = t.at + r * t.ld;
+            if (norm.kind) norm_row(norm, values, d, values);
+            if (head < rotated && m.rotary_dims) {
+                long at = s.positions[row] * m.rotary_dims;
+                rotate(values, cos + at, sin + at, m.rotary_dims);
             }
-        kept += mine;
+            if (is_query) {
+                by_lanes(d, [&](int i, int n) { store(q + (row * m.heads + head) * d + i, load(values + i, n), n); });
+                continue;
+            }
+            long kv_head = head - (is_key ? m.heads : rotated);
+            KV* page = (KV*)(is_key ? l.k_pages : l.v_pages) + kv_head * m.head_stride + s.slots[row] * m.slot_stride;
+            keep_row(values, d, (is_key ? k : v) + (row * m.kv_heads + kv_head) * d, page);
+        }
+        if (!is_query) kept += t.rows;
     });
     s.stored = int32_t(kept / (2 * m.kv_heads));
 }
@@ -216,11 +177,10 @@ static f32x16 activated(int kind, f32x16 x) {
 template <class X, class W>
 static void attention_output(const Model& m, const Layer& l, const Step& s, const X* x, const X* o, X* out) {
     const int width = m.width, rows = s.rows;
-    const int narrow = block_for<W>(rows, width, s.threads), block = block_for<W>(rows, m.ffn, s.threads);
     const Scratch room(m, s.threads, rows);
     X *hidden = shared<X>(s, room.hidden), *active = shared<X>(s, room.activated);
     float* y = shared<float>(s, room.residual);
-    product<X, W>(m, s, l.o, o, rows, narrow, false, [&](const Tile& t) {
+    product<X, W>(m, s, nullptr, l.o, o, rows, [&](const Tile& t) {
         for (int r = 0; r < t.rows; r++)
             by_lanes(t.outputs, [&](int i, int n) {
                 long at = long(t.first_row + r) * width + t.first + i;
@@ -229,7 +189,7 @@ static void attention_output(const Model& m, const Layer& l, const Step& s, cons
     });
     if (m.post_norm) norm_rows(s, l.attn_norm, y, rows, width, y);
     norm_rows(s, m.post_norm ? Norm{} : l.mlp_norm, y, rows, width, hidden);
-    product<X, W>(m, s, l.up, hidden, rows, block, m.gated, [&](const Tile& t) {
+    product<X, W>(m, s, m.gated ? &l.gate : nullptr, l.up, hidden, rows, [&](const Tile& t) {
         for (int r = 0; r < t.rows; r++)
             by_lanes(t.outputs, [&](int i, int n) {
                 const float* at = t.at + r * t.ld + i;
@@ -238,7 +198,7 @@ static void attention_output(const Model& m, const Layer& l, const Step& s, cons
                 store(active + long(t.first_row + r) * m.ffn + t.first + i, h, n);
             });
     });
-    product<X, W>(m, s, l.down, active, rows, narrow, false, [&](const Tile& t) {
+    product<X, W>(m, s, nullptr, l.down, active, rows, [&](const Tile& t) {
         for (int r = 0; r < t.rows; r++)
             by_lanes(t.outputs, [&](int i, int n) {
                 long at = long(t.first_row + r) * width + t.first + i;
@@ -255,9 +215,20 @@ template <class X, class W>
 static void logits(const Model& m, const Step& s, const Norm& norm, const Matrix& head, const X* x, float* out) {
     X* hidden = shared<X>(s, Scratch(m, s.threads, s.rows).hidden);
     if (norm.kind) norm_rows(s, norm, x, s.rows, head.inputs, hidden);
-    product<X, W>(m, s, head, norm.kind ? hidden : x, s.rows, PANEL, false, [&](const Tile& t) {
+    product<X, W>(m, s, nullptr, head, norm.kind ? hidden : x, s.rows, [&](const Tile& t) {
         for (int r = 0; r < t.rows; r++)
             std::memcpy(out + long(t.first_row + r) * head.outputs + t.first, t.at + r * t.ld, t.outputs * sizeof(float));
+    });
+}
+
+// One product by itself: out [rows, outputs] = x [rows, inputs] w^T, in x's type.
+template <class X, class W>
+static void linear(const Model& m, const Step& s, const Matrix& w, const X* x, X* out) {
+    product<X, W>(m, s, nullptr, w, x, s.rows, [&](const Tile& t) {
+        for (int r = 0; r < t.rows; r++)
+            by_lanes(t.outputs, [&](int i, int n) {
+                store(out + long(t.first_row + r) * w.outputs + t.first + i, load(t.at + r * t.ld + i, n), n);
+            });
     });
 }
 
@@ -282,7 +253,7 @@ static void with_types(const Model& m, F f) {
 
 extern "C" {
 
-int32_t pdserve_abi() { return 1; }
+int32_t pdserve_abi() { return 2; }
 
 // The instructions the library was built with: 2 bf16 products, 1 AVX-512, 0 portable.
 int32_t pdserve_level() {
@@ -317,6 +288,13 @@ void pdserve_attention_output(const Model* m, const Layer* l, const Step* s, con
     with_types(*m, [&](auto* xt, auto* wt, auto*) {
         using X = TYPE(xt);
         attention_output<X, TYPE(wt)>(*m, *l, *s, (const X*)x, (const X*)o, (X*)out);
+    });
+}
+
+void pdserve_linear(const Model* m, const Step* s, const Matrix* w, const void* x, void* out) {
+    with_types(*m, [&](auto* xt, auto* wt, auto*) {
+        using X = TYPE(xt);
+        linear<X, TYPE(wt)>(*m, *s, *w, (const X*)x, (X*)out);
     });
 }
 

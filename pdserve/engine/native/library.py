@@ -11,7 +11,7 @@ import torch
 
 from pdserve.errors import ConfigError
 
-ABI = 1
+ABI = 2
 KINDS = {"none": 0, "rms": 1, "layer": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
@@ -27,13 +27,15 @@ class Matrix(ctypes.Structure):
         ("bias", c_void_p),
         ("outputs", c_int32),
         ("inputs", c_int32),
+        ("group", c_int32),
+        ("lanes", c_int32),
     )
 
 
 class Layer(ctypes.Structure):
     _fields_ = (
         *((name, Norm) for name in ("attn_norm", "q_norm", "k_norm", "mlp_norm")),
-        *((name, Matrix) for name in ("qkv", "o", "up", "down")),
+        *((name, Matrix) for name in ("qkv", "o", "gate", "up", "down")),
         ("k_pages", c_void_p),
         ("v_pages", c_void_p),
         ("window", c_int64),
@@ -69,6 +71,7 @@ _FUNCTIONS = {
     "pdserve_attention_inputs": (None, (_MODEL, _LAYER, _STEP, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pdserve_attention": (None, (_MODEL, _LAYER, _STEP, c_void_p, c_void_p)),
     "pdserve_attention_output": (None, (_MODEL, _LAYER, _STEP, c_void_p, c_void_p, c_void_p)),
+    "pdserve_linear": (None, (_MODEL, _STEP, POINTER(Matrix), c_void_p, c_void_p)),
     "pdserve_logits": (None, (_MODEL, _STEP, POINTER(Norm), POINTER(Matrix), c_void_p, c_void_p)),
 }
 
@@ -90,6 +93,11 @@ def load(path: Path) -> ctypes.CDLL:
     if library.pdserve_abi() != ABI:
         raise ConfigError("the kernels are of another version", field="kernels", remedy=f"remove {path}")
     return library
+
+
+def pair(library: ctypes.CDLL, dtype: torch.dtype) -> int:
+    """Inputs that the library multiplies at a time, in activations of this type."""
+    return 2 if dtype == torch.bfloat16 and library.pdserve_level() == 2 else 1
 
 
 def level(library: ctypes.CDLL) -> str:

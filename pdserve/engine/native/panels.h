@@ -1,13 +1,26 @@
 // Panels: up to 64 rows of one operand turned so that a lane holds a row (inputs outermost), then multiplied with one
-// broadcast of the other operand per input or pair. No sums over lanes. The arithmetic of prefill attention, and of
-// products with many rows.
+// broadcast of the other operand per input or pair. No sums over lanes. The arithmetic of all products with weights,
+// and of prefill attention.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "dots.h"
 
-constexpr int PANEL = 64;  // rows of a panel: four vectors
+constexpr int PANEL = 64;  // most rows of a panel: four vectors
+
+// What will be read next. Fetched a few lines at a time while other work computes, so that memory never rests.
+struct Ahead {
+    const char* at = nullptr;
+    const char* end = nullptr;
+
+    INLINE void fetch(int lines) {
+        if (at >= end) return;
+        for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * 64, 0, 2);  // into the second cache: the first is full
+        at += lines * 64;
+    }
+};
 
 INLINE void transpose(f32x16* v) {  // sixteen rows of sixteen lanes
     f32x16 t[16];
@@ -43,6 +56,8 @@ struct Cell {
     static INLINE f32x16 of_columns(const W* a, const W*, int count) {  // one input of up to sixteen outputs
         return load(a, count);
     }
+    template <class P>
+    static INLINE f32x16 cells(const P* panel) { return load(panel); }  // sixteen cells of a panel
     static INLINE f32x16 add(f32x16 sum, const X* x, f32x16 cells) { return sum + to_float(*x) * cells; }
     static INLINE f32x16 add_last(f32x16 sum, const X* x, f32x16 cells) { return add(sum, x, cells); }
 };
@@ -66,6 +81,9 @@ struct Cell<bf16> {
         u32x16 odd = __builtin_convertvector((u16x16)_mm512_cvtneps_pbh((__m512)second), u32x16);
         return (f32x16)(even | (odd << 16));
     }
+    static INLINE f32x16 cells(const float* panel) { return load(panel); }  // pairs as they are multiplied
+    static INLINE f32x16 cells(const bf16* panel) { return load((const float*)panel); }
+    static INLINE f32x16 cells(const int8_t* panel) { return (f32x16)Dot<bf16, int8_t>::w(panel); }
     static INLINE f32x16 add(f32x16 sum, const bf16* x, f32x16 cells) {
         int32_t pair;
         std::memcpy(&pair, x, sizeof pair);
@@ -98,64 +116,62 @@ INLINE void pack(Row row, int count, int inputs, float* panel, int lanes = PANEL
         }
 }
 
-// out [R, V vectors] (+)= x [R, inputs] panel. Meanwhile at least as many bytes are fetched as the rows of x have.
-template <class X, int R, int V>
-void panel_tile(const X* x, long ldx, int inputs, const float* panel, int lanes, float* out, long ldo, bool fresh, Ahead& ahead) {
-    constexpr int PAIR = Cell<X>::INPUTS, BYTES = R * PAIR * int(sizeof(X)), EVERY = BYTES < 64 ? 64 / BYTES : 1;
-    constexpr int LINES = (BYTES * EVERY + 63) / 64;
+// out [R, V vectors] (+)= x [R, inputs] panel, whose cells of one input lie `step` elements after those of the one before.
+// Every few inputs so many lines are fetched ahead.
+template <class X, class P, int R, int V>
+void panel_tile(const X* x, long ldx, int inputs, const P* panel, long step, float* out, long ldo, bool fresh, Ahead& ahead, int lines) {
+    constexpr int PAIR = Cell<X>::INPUTS, EVERY = 4, CELLS = LANES * (std::is_same_v<P, float> ? 1 : PAIR);
     f32x16 sum[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) sum[r][v] = fresh ? f32x16{} : load(out + r * ldo + v * LANES);
     int k = 0;
-    for (; k + PAIR * EVERY <= inputs; ahead.fetch(LINES))
-        for (int i = 0; i < EVERY; i++, k += PAIR, panel += lanes) {
+    for (; k + PAIR * EVERY <= inputs; ahead.fetch(lines))
+        for (int i = 0; i < EVERY; i++, k += PAIR, panel += step) {
             f32x16 cells[V];
-            for (int v = 0; v < V; v++) cells[v] = load(panel + v * LANES);
+            for (int v = 0; v < V; v++) cells[v] = Cell<X>::cells(panel + v * CELLS);
             for (int r = 0; r < R; r++)
                 for (int v = 0; v < V; v++) sum[r][v] = Cell<X>::add(sum[r][v], x + r * ldx + k, cells[v]);
         }
-    for (; k + PAIR <= inputs; k += PAIR, panel += lanes)
+    for (; k + PAIR <= inputs; k += PAIR, panel += step)
         for (int v = 0; v < V; v++) {
-            f32x16 cells = load(panel + v * LANES);
+            f32x16 cells = Cell<X>::cells(panel + v * CELLS);
             for (int r = 0; r < R; r++) sum[r][v] = Cell<X>::add(sum[r][v], x + r * ldx + k, cells);
         }
     if (k < inputs)
         for (int v = 0; v < V; v++) {
-            f32x16 cells = load(panel + v * LANES);
+            f32x16 cells = Cell<X>::cells(panel + v * CELLS);
             for (int r = 0; r < R; r++) sum[r][v] = Cell<X>::add_last(sum[r][v], x + r * ldx + k, cells);
         }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) store(out + r * ldo + v * LANES, sum[r][v]);
 }
 
-// f(V) for as many vectors (1 to 4) as hold so many lanes, as a constant.
-template <class F>
-INLINE void with_vectors(int lanes, F f) {
-    switch ((lanes + LANES - 1) / LANES) {
-        case 1: return f(std::integral_constant<int, 1>{});
-        case 2: return f(std::integral_constant<int, 2>{});
-        case 3: return f(std::integral_constant<int, 3>{});
-        default: return f(std::integral_constant<int, 4>{});
-    }
+// f(N) for n in [1, MOST], as a constant.
+template <int MOST, class F>
+INLINE void with_constant(int n, F f) {
+    if constexpr (MOST > 1)
+        if (n < MOST) return with_constant<MOST - 1>(n, f);
+    f(std::integral_constant<int, MOST>{});
 }
 
-// out [rows, columns up to whole vectors] (+)= x [rows, inputs] panel; columns at most PANEL.
-template <class X>
-void times_panel(const X* x, long ldx, int rows, int inputs, const float* panel, int columns, float* out, long ldo, bool fresh,
+constexpr int most_rows(int vectors) { return vectors == 4 ? 6 : 8; }  // of a tile: sums that the registers hold
+
+// out [rows, columns up to whole vectors] (+)= x [rows, inputs] panel; columns at most PANEL. The rows are cut into tiles
+// as even as can be: low ones leave the arithmetic idle. In every pass over the panel a part of what is ahead is fetched;
+// of one pass the processor's own prefetching makes more than instructions do.
+template <class X, class P>
+void times_panel(const X* x, long ldx, int rows, int inputs, const P* panel, long step, int columns, float* out, long ldo, bool fresh,
                  Ahead ahead = {}) {
-    int r = 0;
-    auto tiles = [&](auto height, int until) {
-        constexpr int R = decltype(height)::value;
-        with_vectors(columns, [&](auto vectors) {
-            for (; r + R <= until; r += R)
-                panel_tile<X, R, decltype(vectors)::value>(x + r * ldx, ldx, inputs, panel, PANEL, out + r * ldo, ldo, fresh, ahead);
-        });
-    };
-    // Sixes and fives as far as they come out even: fewer rows leave the arithmetic idle.
-    int fives = (6 - rows % 6) % 6;
-    if (rows < 5 * fives) fives = 0;
-    tiles(std::integral_constant<int, 6>{}, rows - 5 * fives);
-    tiles(std::integral_constant<int, 5>{}, rows);
-    tiles(std::integral_constant<int, 2>{}, rows);
-    tiles(std::integral_constant<int, 1>{}, rows);
+    with_constant<4>((columns + LANES - 1) / LANES, [&](auto vectors) {
+        constexpr int V = decltype(vectors)::value, MOST = most_rows(V);
+        const int passes = (rows + MOST - 1) / MOST;
+        const int lines = passes == 1 ? 0 : std::max(1, 4 * V / passes);
+        for (int pass = 0, r = 0; pass < passes; pass++) {
+            const int left = passes - pass, some = (rows - r + left - 1) / left;
+            with_constant<MOST>(some, [&](auto height) {
+                panel_tile<X, P, decltype(height)::value, V>(x + r * ldx, ldx, inputs, panel, step, out + r * ldo, ldo, fresh, ahead, lines);
+            });
+            r += some;
+        }
+    });
 }

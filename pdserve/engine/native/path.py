@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -14,7 +15,8 @@ from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import wide
 from pdserve.engine.model import Decoder
 from pdserve.engine.native import library as c
-from pdserve.engine.parts import Linear, Norm, QuantizedLinear
+from pdserve.engine.native.packed import PackedLinear, packed
+from pdserve.engine.parts import Linear, Norm, Product, QuantizedLinear
 from pdserve.engine.plain import Reads
 from pdserve.engine.plan import EngineConfig
 from pdserve.engine.positions import RotaryTable
@@ -62,18 +64,22 @@ def why_not(spec: ModelSpec, config: EngineConfig) -> str:
 
 
 class NativePath:
-    """Makes the steps of one engine by the kernels. Holds pointers into the decoder's weights and the cache."""
+    """Makes the steps of one engine by the kernels. Holds pointers into the decoder's weights and the cache.
+
+    Packs the decoder's weights: in it, each product becomes a PackedLinear.
+    """
 
     def __init__(self, library: ctypes.CDLL, decoder: Decoder, cache: PagedCache, rotary: RotaryTable | None) -> None:
         self.library, self.decoder, self.cache, self.rotary = library, decoder, cache, rotary
         self._kept: list[Tensor] = []  # copies that the structs point into
         self.dtype = decoder.embedding.dtype
         self.model = self._model(decoder.spec)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._pack()
         self.layers = [self._layer(index) for index in range(decoder.spec.layers)]
         self.layer_refs = [byref(layer) for layer in self.layers]
         self.final_norm = self._norm(decoder.final_norm)
-        self.head = self._matrix(decoder.head)
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.head = _matrix(decoder.head)
 
     def begin(self, batch: Batch, keep: bool) -> _NativeStep:
         return _NativeStep(self, batch, keep)
@@ -129,17 +135,45 @@ class NativePath:
             sin=self.rotary.sin.data_ptr() if self.rotary is not None else None,
         )
 
+    def _pack(self) -> None:
+        """A layer after the other, so that no more than one is held twice."""
+        decoder = self.decoder
+        for index, layer in enumerate(decoder.layers):
+            decoder.layers[index] = replace(
+                layer,
+                qkv=self._packed(layer.qkv, group=decoder.spec.head_dim),
+                o=self._packed(layer.o),
+                up=self._packed(layer.up, parts=1 + self.model.gated),
+                down=self._packed(layer.down),
+            )
+        decoder.head = self._packed(decoder.head)
+
+    def _packed(self, product: Product | None, parts: int = 1, group: int = 0) -> PackedLinear:
+        if not isinstance(product, Linear | QuantizedLinear):
+            raise Internal("a product that is padded, packed or not there", field="kernels")
+        return packed(product, self._linear, c.pair(self.library, self.dtype), parts, group)
+
+    def _linear(self, matrix: c.Matrix, x: Tensor) -> Tensor:
+        """x [T, inputs] -> [T, outputs]."""
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], matrix.outputs, dtype=x.dtype)
+        step = self.step(x.shape[0], 0, 0)
+        self.library.pdserve_linear(byref(self.model), byref(step), byref(matrix), x.data_ptr(), out.data_ptr())
+        return out
+
     def _layer(self, index: int) -> c.Layer:
         layer, planes = self.decoder.layers[index], self.cache.planes[index]
+        *gate, up = layer.up.matrices if isinstance(layer.up, PackedLinear) else ()
         return c.Layer(
             attn_norm=self._norm(layer.attn_norm),
             q_norm=self._norm(layer.q_norm),
             k_norm=self._norm(layer.k_norm),
             mlp_norm=self._norm(layer.mlp_norm),
-            qkv=self._matrix(layer.qkv),
-            o=self._matrix(layer.o),
-            up=self._matrix(layer.up),
-            down=self._matrix(layer.down),
+            qkv=_matrix(layer.qkv),
+            o=_matrix(layer.o),
+            gate=gate[0] if gate else c.Matrix(),
+            up=up,
+            down=_matrix(layer.down),
             k_pages=planes["k"].data_ptr(),
             v_pages=planes["v"].data_ptr(),
             window=self.decoder.spec.window(index),
@@ -150,19 +184,18 @@ class NativePath:
             return c.Norm()
         return c.Norm(self._fp32(norm.scale), self._fp32(norm.shift), norm.eps, c.KINDS[norm.kind])
 
-    def _matrix(self, product: object) -> c.Matrix:
-        if not isinstance(product, Linear | QuantizedLinear):
-            raise Internal("a padded weight is of deterministic mode", field="kernels")
-        scale = self._fp32(product.scale) if isinstance(product, QuantizedLinear) else None
-        outputs, inputs = product.weight.shape
-        return c.Matrix(product.weight.data_ptr(), scale, self._fp32(product.bias), outputs, inputs)
-
     def _fp32(self, tensor: Tensor | None) -> int | None:
         """The address of a small parameter in fp32."""
         if tensor is None:
             return None
         self._kept.append(tensor.detach().float().contiguous())
         return self._kept[-1].data_ptr()
+
+
+def _matrix(product: Product | None) -> c.Matrix:
+    if not isinstance(product, PackedLinear):
+        raise Internal("a weight that is not packed", field="kernels")
+    return product.matrices[0]
 
 
 class _NativeStep:

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 
-#include "abi.h"
 #include "products.h"
 
 // A thread's present task, and those before and after it (-1: none).
@@ -31,12 +30,13 @@ void share(int threads, int count, F body) {
     work(omp_get_thread_num());
 }
 
-constexpr int TASK_ROWS = 258;      // rows of x in one task of a product: whole sixes
+constexpr int TASK_ROWS = 258;      // most rows of x in one task of a product: whole sixes
 constexpr int QUERY_ROWS = 192;     // (query, head) rows in one task of attention
 constexpr int SPLIT_KEYS = 512;     // most keys that one task of a decode row reads
 
 INLINE long rounded(long n, long to) { return (n + to - 1) / to * to; }
 
+// Of a product's tile: two panels side by side, or a head.
 INLINE long tile_columns(const Model& m) { return std::max(2L * PANEL, rounded(m.head_dim, PANEL)); }
 
 INLINE int group(const Model& m) { return m.heads / m.kv_heads; }
@@ -52,10 +52,9 @@ struct Scratch {
     long bytes;
 
     Scratch(const Model& m, int threads, long rows, long ones = 0, long longest = 0) {
-        // A thread needs one of these at a time: a product's tile, strip and panel; or what attention.h lays out.
+        // A thread needs one of these at a time: a product's tile and widened panel; or what attention.h lays out.
         long inputs = std::max({m.width, m.ffn, m.heads * m.head_dim});
-        long lanes = PANEL * tile_columns(m) + STRIP * inputs + Lanes<float>::floats(inputs);
-        long product = TASK_ROWS * tile_columns(m) + std::max(lanes, panel_floats<float>(DEPTH));
+        long product = TASK_ROWS * tile_columns(m) + wide_floats<float>();
         long wide = rounded(m.head_dim, PANEL), queries = long(task_queries(m)) * group(m);
         long prefill = queries * (m.head_dim + wide + 2) + 2 * 24 * 128 + 2 * panel_floats<float>(m.head_dim) + 128 * wide;  // PrefillRoom
         long decode = group(m) * (SPLIT_KEYS + LANES + wide + 2);
