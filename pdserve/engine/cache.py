@@ -168,7 +168,8 @@ class PagedCache:
         """[..., Hkv, d] for slots [...] of the layer's first plane."""
         plane = next(iter(self.planes[layer].values()))
         found = plane.index_select(self._slot_axis - 2, slots.flatten())
-        return (found.transpose(0, 1) if self.heads_first else found).unflatten(0, slots.shape)
+        found = found.transpose(0, 1) if self.heads_first else found
+        return found.reshape(*slots.shape, *found.shape[1:])
 
     def sequence(self, layer: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, length, d] of one sequence, copied out (for checks and the reference)."""

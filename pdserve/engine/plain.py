@@ -144,8 +144,8 @@ class _PlainStep:
         spec, parts, sinks = self._decoder.spec, [], self._decoder.layers[layer].sinks
         convolution = self._decoder.layers[layer].conv
         if convolution is not None:
-            rows = self._cache.tokens(layer, self._batch.before(read.window))  # [T, L, 1, width]
-            return q * convolution(rows[:, :, 0].to(q.dtype))[:, None]
+            last = self._cache.tokens(layer, self._batch.before(read.window))  # [T, L, 1, width]
+            return q * convolution(last[:, :, 0].to(q.dtype))[:, None]
         if not spec.shape_of(layer).kv_heads:
             return q
         scale = spec.scale_of(layer)

@@ -33,11 +33,13 @@ from pdserve.conformance.bench import Limits
 from pdserve.conformance.cases import Outcome, Result
 from pdserve.conformance.runner import all_cases, run, select
 from pdserve.engine.blocks import BlockManager
+from pdserve.engine.spec import LayerShape
 from pdserve.errors import ConfigError
 from prefill_worker.settings import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from tests.decode_worker.rig import Rig, rig
-from tests.engine.tiny import SEVEN, seven_model, tiny_engine
+from tests.engine.test_layer_shapes import CONVOLUTIONS
+from tests.engine.tiny import ROPE, SEVEN, seven_model, spec, tiny_engine
 from tests.rpc.gateway import ScriptedGateway, serving
 
 LIMITS = Limits(timeout_s=10.0, settle_s=2.0)
@@ -95,6 +97,15 @@ async def test_a_model_with_one_head_and_few_tokens_passes() -> None:
     engine = Engine(seven_model(), EngineConfig(dtype="float64", pages=64, page_size=4, deterministic=True))
     assert engine.spec == SEVEN
     async with rig(decode=engine) as r:
+        results = await examine(r, "good", "contracts", "frames", "damage")
+    assert others(results).keys() == {CLOCKED[1], *LOSS}, others(results)
+
+
+async def test_a_model_whose_layers_cache_differently_or_nothing_passes() -> None:
+    nothing = LayerShape(0, 0, 0)
+    layers = {"layers": 5, "layer_shapes": (nothing, *CONVOLUTIONS["layer_shapes"], nothing)}
+    windows = {"sliding_window": (0, 3, 0, 5, 0), "layer_positions": (ROPE, *CONVOLUTIONS["layer_positions"], ROPE)}
+    async with rig(decode=tiny_engine(spec(**layers, **windows), deterministic=True)) as r:
         results = await examine(r, "good", "contracts", "frames", "damage")
     assert others(results).keys() == {CLOCKED[1], *LOSS}, others(results)
 

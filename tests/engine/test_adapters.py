@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "multipliers": ("granite", {"target_modules": "all-linear"}),
     "beside experts": ("mixtral", {"target_modules": ATTENTION}),
     "keys that are read again": ("gemma4", {"target_modules": ["q_proj", "k_proj", "o_proj", "down_proj"]}),
+    "convolutions": ("lfm2", {"target_modules": ["in_proj", "out_proj", "q_proj", "w1", "w2", "w3"]}),
     "keys that are values": ("gemma4-global-heads", {"target_modules": ATTENTION}),
 }
 

@@ -22,6 +22,7 @@ from pdserve.engine.spec import LayerShape, ModelSpec
 from pdserve.engine.spec_file import read_spec
 from pdserve.engine.weights import expected_tensors
 from pdserve.errors import CheckpointError, InvalidRequest
+from tests.engine.test_layer_shapes import CONVOLUTIONS, UNLIKE
 from tests.engine.tiny import TINY, spec, tiny_model
 
 # Width 8, two layers, two query heads on one KV head of 4, vocabulary 20; the feed-forward width is free.
@@ -112,6 +113,8 @@ def test_the_slower_of_compute_and_traffic_is_the_bound() -> None:
         spec(embed_width=24, out_width=40, tied_head=False),
         spec(norm_order="sandwich", embed_norm=True, logit_soft_cap=3.0),
         spec(experts=5, active_experts=2, expert_width=40, dense_layers=(0,), shared_width=24),
+        spec(**UNLIKE),
+        spec(**CONVOLUTIONS),
         spec(experts=5, active_experts=2, expert_width=40, expert_bias=True, attention_sinks=True, qkv_bias=True),
         spec(layer_input_width=5, kv_layers=(0, 1, 1), key_is_value=(1,), layer_ffn=(48, 48, 96), layer_scale=True),
         spec(experts=5, active_experts=2, expert_width=40, experts_beside=True, norm_order="sandwich"),
@@ -129,7 +132,7 @@ def test_flops_are_those_that_torch_counts(of: ModelSpec) -> None:
     assert ledger(of, Step(batch, 1, cached)).flops == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-@pytest.mark.parametrize("of", [TINY, WALK, SMALL])
+@pytest.mark.parametrize("of", [TINY, WALK, SMALL, spec(**UNLIKE), spec(**CONVOLUTIONS)])
 def test_a_decode_step_reads_every_weight_once(of: ModelSpec) -> None:
     """By the tensors that a checkpoint of this spec must have, made on the meta device: nothing is allocated."""
     found = ledger(of, Step(1, 1, 5), "bf16")

@@ -10,6 +10,7 @@ import torch
 
 from cache_transfer.contract import PositionScheme
 from pdserve.engine.engine import Engine
+from pdserve.engine.parts import Linear
 from pdserve.engine.plan import Chunk, EngineConfig
 from pdserve.engine.rope_scaling import proportional
 from pdserve.engine.runnable import check_spec
@@ -222,9 +223,9 @@ def test_two_engines_of_one_model_share_their_weights() -> None:
     a, b = (Engine(model, EngineConfig(dtype="fp32", pages=4)) for _ in range(2))
     for first, second in zip(a.decoder.layers, b.decoder.layers, strict=True):
         for one, other in ((first.qkv, second.qkv), (first.up, second.up)):
-            assert one is not None and other is not None
+            assert isinstance(one, Linear) and isinstance(other, Linear)
             assert one.weight.data_ptr() == other.weight.data_ptr()
-    fused = model.tensors["layers.0.q.weight"].untyped_storage().data_ptr()
-    assert a.decoder.layers[0].qkv is not None
-    assert fused == a.decoder.layers[0].qkv.weight.untyped_storage().data_ptr()
+    qkv = a.decoder.layers[0].qkv
+    assert isinstance(qkv, Linear)
+    fused = qkv.weight.untyped_storage().data_ptr()
     assert {model.tensors[f"layers.0.{x}.weight"].untyped_storage().data_ptr() for x in "qkv"} == {fused}

@@ -1,6 +1,7 @@
 """Which path computes a step: native kernels where they can run and are built, plain torch otherwise.
 
-    plain      the configuration or the model asks for it (`why` says what)
+    plain      the configuration or the model asks for it (`why` says what); if only the model does, its products are
+               the kernels' all the same
     building   plain torch serves; a thread waits for the compiler
     native     the kernels serve; the change falls between two steps, once
     failed     plain torch serves, because the kernels could not be built (`why`)
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pdserve.engine.native import library
 from pdserve.engine.native.build import Built, Recipe, build, find_recipe, kept
 from pdserve.engine.native.path import NativePath, why_not
+from pdserve.engine.native.products import Products, why_none
 from pdserve.engine.plain import PlainPath
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import ConfigError
@@ -53,15 +55,17 @@ class Kernels:
         self._plain = plain
         self._library: ctypes.CDLL | None = None
         self._native: NativePath | None = None  # of the library; made when a step first needs it
+        self._products: Products | None = None  # in its place, where the kernels do not know the model as a whole
         self._wanted: Future[Built] | None = None
         self._compilations = self._native_steps = self._plain_steps = 0
         self._state, self._why = "plain", "kernels = plain"
+        self._declined = ""  # why the kernels do not compute whole steps
         if config.kernels == "plain":
             return
-        self._why = why_not(plain.decoder.spec, config)
+        self._why = self._declined = why_not(plain.decoder.spec, config)
         if config.kernels == "native":
             self._insist()
-        elif not self._why:
+        elif not why_none(config):
             self._start()
 
     @property
@@ -70,9 +74,10 @@ class Kernels:
 
     def describe(self) -> str:
         """For the contract's information: native and its instructions, or plain and why."""
-        if self._library is not None:
-            return f"native {library.level(self._library)}"
-        return f"plain ({self._why})"
+        if self._library is None:
+            return f"plain ({self._why})"
+        level = library.level(self._library)
+        return f"plain ({self._declined}), products native {level}" if self._declined else f"native {level}"
 
     def current(self) -> PlainPath | NativePath:
         """What computes now; adopts a library that has been built meanwhile.
@@ -82,9 +87,13 @@ class Kernels:
         """
         if self._wanted is not None and self._wanted.done():
             self._finish(self._wanted)
-        if self._native is None and self._library is not None:
+        if self._library is not None and self._native is None and self._products is None:
             plain = self._plain
-            self._native = NativePath(self._library, plain.decoder, plain.cache, plain.rotary)
+            if self._declined:
+                self._products = Products(self._library, plain.decoder)
+                self._products.pack(plain.decoder)
+            else:
+                self._native = NativePath(self._library, plain.decoder, plain.cache, plain.rotary)
         return self._native or self._plain
 
     def count(self, path: PlainPath | NativePath) -> None:
@@ -95,8 +104,10 @@ class Kernels:
             self._native_steps += 1
 
     def _insist(self) -> None:
-        if self._why:
-            raise ConfigError(f"the native kernels do not run {self._why}", field="kernels", remedy="use auto or plain")
+        if self._declined:
+            raise ConfigError(
+                f"the native kernels do not run {self._declined}", field="kernels", remedy="use auto or plain"
+            )
         recipe = find_recipe()
         path = kept(recipe)
         self._adopt(Built(path, compiled=False) if path is not None else build(recipe))
@@ -111,7 +122,8 @@ class Kernels:
         if path is not None:
             self._adopt(Built(path, compiled=False))
             return
-        self._state, self._why = "building", "until the native kernels are compiled"
+        if not self._declined:
+            self._state, self._why = "building", "until the native kernels are compiled"
         self._wanted = _in_background(recipe)
 
     def _finish(self, wanted: Future[Built]) -> None:
@@ -124,11 +136,13 @@ class Kernels:
     def _adopt(self, built: Built) -> None:
         self._library = library.load(built.path)
         self._compilations += built.compiled
-        self._state, self._why = "native", ""
-        log.info("native kernels serve: %s", self.describe())
+        if not self._declined:
+            self._state, self._why = "native", ""
+        log.info("kernels: %s", self.describe())
 
     def _fail(self, error: Exception) -> None:
-        self._state, self._why = "failed", str(error)
+        if not self._declined:
+            self._state, self._why = "failed", str(error)
         log.warning("plain torch serves: %s", error)
 
 

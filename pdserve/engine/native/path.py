@@ -15,15 +15,14 @@ from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import wide
 from pdserve.engine.model import Decoder
 from pdserve.engine.native import library as c
-from pdserve.engine.native.packed import PackedLinear, packed
-from pdserve.engine.parts import Linear, Norm, Product, QuantizedLinear
+from pdserve.engine.native.packed import PackedLinear
+from pdserve.engine.native.products import KINDS, Products, why_none
+from pdserve.engine.parts import Norm, Product
 from pdserve.engine.plain import Reads
 from pdserve.engine.plan import EngineConfig
 from pdserve.engine.positions import RotaryTable
 from pdserve.engine.spec import ModelSpec
 from pdserve.errors import Internal
-
-_KV = ("fp32", "bf16")
 
 # The fields of a spec that the kernels read; one that sets any other, or one of these to a value that is not listed,
 # is computed in plain torch. So what is added to ModelSpec is declined until it is added here.
@@ -45,13 +44,9 @@ _POSITIONS = ("rope", "learned", "none")
 
 def why_not(spec: ModelSpec, config: EngineConfig) -> str:
     """What keeps a model or configuration from the native path, in words; empty: nothing does."""
-    if config.deterministic:
-        return "deterministic mode"
-    if config.device != "cpu":
-        return f"device {config.device}"
-    if config.dtype not in _KV:
-        return f"dtype {config.dtype}"
-    if (config.kv_dtype or config.dtype) not in _KV:
+    if reason := why_none(config):
+        return reason
+    if (config.kv_dtype or config.dtype) not in KINDS:
         return f"kv_dtype {config.kv_dtype}"
     if spec.out_width:
         return "an output projection before the head"
@@ -124,7 +119,7 @@ class NativePath:
             gated=spec.mlp == "gated",
             activation=c.ACTIVATIONS[spec.activation],
             x_bf16=self.dtype == torch.bfloat16,
-            w_int8=isinstance(self.decoder.head, QuantizedLinear),
+            w_int8=self.decoder.quantized,
             kv_bf16=cache.dtype == torch.bfloat16,
             page_size=cache.page_size,
             scale=spec.scale,
@@ -136,30 +131,12 @@ class NativePath:
         )
 
     def _pack(self) -> None:
-        """A layer after the other, so that no more than one is held twice."""
-        decoder = self.decoder
+        """q, k and v head by head, gate and up apart; the rest as any product."""
+        decoder, products = self.decoder, Products(self.library, self.decoder)
         for index, layer in enumerate(decoder.layers):
-            decoder.layers[index] = replace(
-                layer,
-                qkv=self._packed(layer.qkv, group=decoder.spec.head_dim),
-                o=self._packed(layer.o),
-                up=self._packed(layer.up, parts=1 + self.model.gated),
-                down=self._packed(layer.down),
-            )
-        decoder.head = self._packed(decoder.head)
-
-    def _packed(self, product: Product | None, parts: int = 1, group: int = 0) -> PackedLinear:
-        if not isinstance(product, Linear | QuantizedLinear):
-            raise Internal("a product that is padded, packed or not there", field="kernels")
-        return packed(product, self._linear, c.pair(self.library, self.dtype), parts, group)
-
-    def _linear(self, matrix: c.Matrix, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, outputs]."""
-        x = x.contiguous()
-        out = torch.empty(x.shape[0], matrix.outputs, dtype=x.dtype)
-        step = self.step(x.shape[0], 0, 0)
-        self.library.pdserve_linear(byref(self.model), byref(step), byref(matrix), x.data_ptr(), out.data_ptr())
-        return out
+            qkv = products.packed(layer.qkv, group=decoder.spec.head_dim)
+            decoder.layers[index] = replace(layer, qkv=qkv, up=products.packed(layer.up, parts=1 + self.model.gated))
+        products.pack(decoder)
 
     def _layer(self, index: int) -> c.Layer:
         layer, planes = self.decoder.layers[index], self.cache.planes[index]

@@ -104,7 +104,7 @@ def test_a_fault_moves_the_logits_far_beyond_the_tolerance(fault: str, made: tup
     ],
 )
 def test_lists_that_make_no_model_are_refused_by_key(key: str, value: list[int], tmp_path: Path) -> None:
-    path = write_unequal(make_unequal(), tmp_path / "tiny.gguf", **{f"deci.{key}": value})
+    path = write_unequal(make_unequal(), tmp_path / "tiny.gguf", metadata={f"deci.{key}": value})
     with pytest.raises(CheckpointError) as error:
         load_model(path, "fp32")
     assert error.value.field == f"deci.{key}"

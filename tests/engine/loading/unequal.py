@@ -7,6 +7,7 @@ configuration of its own, or stands for nothing.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ def make_unequal(kinds: tuple[Kind, ...] = KINDS, **options: Any) -> Any:
     return model.eval()
 
 
-def write_unequal(model: Any, path: Path, kinds: tuple[Kind, ...] = KINDS, **metadata: Any) -> Path:
+def write_unequal(
+    model: Any, path: Path, kinds: tuple[Kind, ...] = KINDS, metadata: Mapping[str, Any] | None = None
+) -> Path:
     """As the format's converter writes it: a list where layers differ."""
     lists = {
         "attention.head_count": [kind.heads for kind in kinds],
@@ -94,6 +97,6 @@ def write_unequal(model: Any, path: Path, kinds: tuple[Kind, ...] = KINDS, **met
     }
     found, config.model_type = config.model_type, "deci"
     try:
-        return write_gguf(model, path, metadata={**own, **metadata}, tensors=tensors)
+        return write_gguf(model, path, metadata={**own, **(metadata or {})}, tensors=tensors)
     finally:
         config.model_type = found
