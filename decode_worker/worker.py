@@ -80,7 +80,7 @@ class DecodeWorker(PoolWorker):
             self._thread,
             self.blocks,
             self.engine.adapters,
-            partial(load_adapter, base=self.engine.base),
+            self._thread.alike(partial(load_adapter, base=self.engine.base)),
         )
         limits = Limits(
             model=self.model,

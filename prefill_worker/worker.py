@@ -81,7 +81,7 @@ class PrefillWorker(PoolWorker):
             self._thread,
             self.blocks,
             self.engine.adapters,
-            partial(load_adapter, base=self.engine.base),
+            self._thread.alike(partial(load_adapter, base=self.engine.base)),
         )
         self._limits = Limits(
             model=self.model,

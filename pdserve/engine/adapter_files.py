@@ -101,9 +101,6 @@ def load_adapter(path: str | Path, base: Base) -> Adapter:
     files.check_unchanged()
     if base.tiled:
         widths = {(p.layer, p.product): p.inputs for parts in places.values() for p in parts}
-        # What the engine's thread will compute is proven with as many threads. In a thread that was not told, products
-        # take one per core and keep them for as long as it lives.
-        torch.set_num_threads(torch.get_num_threads())
         check_rows_of(adapter, torch.Generator().manual_seed(1), widths, base.dtype)
     return adapter
 

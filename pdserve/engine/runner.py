@@ -29,6 +29,7 @@ class EngineThread:
 
     def __init__(self, threads: int = 1, name: str = "engine") -> None:
         torch.set_num_threads(threads)
+        self._threads = threads
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix=name, initializer=torch.set_num_threads, initargs=(threads,)
         )
@@ -47,6 +48,19 @@ class EngineThread:
         """Seconds that the current function has been running; 0 when idle."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def alike(self, function: Callable[P, T]) -> Callable[P, T]:
+        """`function` for another thread, computing with as many threads there as here.
+
+        A thread that was not told, or has computed before this one was made, takes one per core for products, and keeps
+        them for as long as it lives.
+        """
+
+        def told(*args: P.args, **kwargs: P.kwargs) -> T:
+            torch.set_num_threads(self._threads)
+            return function(*args, **kwargs)
+
+        return told
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Awaits function(*args, **kwargs) run in the engine's thread; its error is raised here.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,21 +211,6 @@ def test_in_deterministic_mode_no_bit_depends_on_whose_rows_are_beside_it(mixed:
     for key, adapter, _ in CROWD:
         if adapter is None:
             assert torch.equal(run_crowd(without, {}, only=key)[key], together[key]), key
-
-
-def test_an_adapter_is_read_with_as_many_threads_as_the_engine_has(mixed: Any) -> None:
-    """Each thread that reads one would else keep helpers of its own, for as long as it lives."""
-    engine, _ = loaded(mixed, deterministic=True)
-    threads = Path("/proc/self/task")
-
-    def read() -> int:
-        before = len(list(threads.iterdir()))
-        load_adapter(mixed[2]["red"], engine.base)
-        return len(list(threads.iterdir())) - before
-
-    torch.set_num_threads(1)
-    with ThreadPoolExecutor(1) as reader:
-        assert reader.submit(read).result() <= 0
 
 
 def test_in_bf16_an_adapter_errs_no_more_than_the_peers(mixed: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +36,24 @@ async def test_steps_run_in_one_thread_and_count() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("engine-under-test")]
     with pytest.raises(Refused):
         await runner.run(torch.get_num_threads)
+
+
+def test_what_other_threads_compute_for_the_engine_takes_as_many_threads_as_it_has() -> None:
+    runner, tasks = EngineThread(threads=1), Path("/proc/self/task")
+
+    def helpers() -> int:
+        x, before = torch.randn(256, 576), len(list(tasks.iterdir()))
+        assert (x @ x.T).shape == (256, 256)
+        return len(list(tasks.iterdir())) - before
+
+    try:
+        with ThreadPoolExecutor(1) as fresh:
+            assert fresh.submit(runner.alike(helpers)).result() == 0
+        with ThreadPoolExecutor(1) as older:
+            older.submit(torch.set_num_threads, 2).result()
+            assert older.submit(runner.alike(torch.get_num_threads)).result() == 1
+    finally:
+        runner.close()
 
 
 async def test_busy_time_grows_while_a_function_runs_and_close_waits_for_it() -> None:
