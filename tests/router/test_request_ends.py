@@ -25,6 +25,7 @@ async def test_leaving_the_stream_cancels_both_calls() -> None:
                 await peer.called.wait()
         async with asyncio.timeout(5):
             await peer.cancelled.wait()
+        await made.assert_nothing_held()
 
 
 async def test_leaving_in_the_middle_of_an_answer_frees_everything() -> None:

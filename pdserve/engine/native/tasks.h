@@ -8,21 +8,42 @@
 
 #include "products.h"
 
-// A thread's present task, and those before and after it (-1: none).
+// A thread's present task, and the one after it (-1: none).
 struct Turn {
-    int thread, before, task, next;
+    int thread, task, next;
 };
 
-// body(turn) for every task in [0, count), in order. A thread takes its next task before it does the present one, so that
-// it can fetch what that will read.
+constexpr int MOST_THREADS = 256;
+
+// body(turn) for every task in [0, count). A thread has a stretch of them to itself, in order, so that it reads weights from
+// front to back; when it is done, it helps the others. It takes its next task before it does the present one, so that it
+// can fetch what that will read.
 template <class F>
 void share(int threads, int count, F body) {
-    std::atomic<int> taken{0};
+    struct alignas(64) Stretch {
+        std::atomic<int> next;
+        int end;
+    };
+    Stretch stretches[MOST_THREADS];
+    threads = std::clamp(threads, 1, MOST_THREADS);
+    for (int i = 0; i < threads; i++) {
+        stretches[i].next = int(long(count) * i / threads);
+        stretches[i].end = int(long(count) * (i + 1) / threads);
+    }
+    auto take = [&](int thread) {
+        for (int i = 0; i < threads; i++) {
+            Stretch& of = stretches[(thread + i) % threads];
+            if (of.next >= of.end) continue;
+            const int task = of.next++;
+            if (task < of.end) return task;
+        }
+        return -1;
+    };
     auto work = [&](int thread) {
-        for (int task = taken++, before = -1; task < count;) {
-            int next = taken++;
-            body(Turn{thread, before, task, next < count ? next : -1});
-            before = task, task = next;
+        for (int task = take(thread); task >= 0;) {
+            const int next = take(thread);
+            body(Turn{thread, task, next});
+            task = next;
         }
     };
     if (threads == 1 || count <= 1) return work(0);
