@@ -87,19 +87,20 @@ static void product(const Model& m, const Step& s, const Matrix* gate, const Mat
     share(s.threads, groups * splits, [&](Turn turn) {
         Cutter cut{s.scratch + turn.thread * per_thread};
         float *tile = cut.take<float>(TASK_ROWS * tile_columns(m)), *wide = cut.take<float>(wide_floats<X>());
-        const int number = turn.task / splits, next = turn.next / splits, first_row = turn.task % splits * each;
+        const int number = turn.task / splits, follows = turn.next / splits, first_row = turn.task % splits * each;
         const int first = number * up.group, outputs = std::min(up.group, up.outputs - first), some = std::min(each, rows - first_row);
-        const bool new_group = turn.next >= 0 && next != number;
+        const bool new_group = turn.next >= 0 && follows != number;
         auto panels = [&](const Matrix& w, const Panels<X, W>& of, float* to, Ahead after) {
             for (int i = 0; i < of.each; i++) {
                 const long panel = long(number) * of.each + i;
+                const Ahead next = i + 1 < of.each ? of.ahead(panel + 1) : after;
                 panel_product<X, W>(of, panel, x + long(first_row) * inputs, some, to + i * of.lanes, ld,
-                                    i + 1 < of.each ? of.ahead(panel + 1) : after, wide);
+                                    fetches(s.threads, some, of.lanes) ? next : Ahead{}, wide);
             }
             scale_and_bias(w, some, first, outputs, to, ld);
         };
         if (gate) panels(*gate, gates, tile, weights.ahead(long(number) * weights.each));
-        panels(up, weights, gate ? tile + columns : tile, new_group ? gates.ahead(long(next) * gates.each) : Ahead{});
+        panels(up, weights, gate ? tile + columns : tile, new_group ? gates.ahead(long(follows) * gates.each) : Ahead{});
         finish(Tile{tile, ld, columns, first_row, some, first, outputs});
     });
 }

@@ -157,15 +157,14 @@ INLINE void with_constant(int n, F f) {
 constexpr int most_rows(int vectors) { return vectors == 4 ? 6 : 8; }  // of a tile: sums that the registers hold
 
 // out [rows, columns up to whole vectors] (+)= x [rows, inputs] panel; columns at most PANEL. The rows are cut into tiles
-// as even as can be: low ones leave the arithmetic idle. In every pass over the panel a part of what is ahead is fetched;
-// of one pass the processor's own prefetching makes more than instructions do.
+// as even as can be: low ones leave the arithmetic idle. In every pass over the panel a part of what is ahead is fetched.
 template <class X, class P>
 void times_panel(const X* x, long ldx, int rows, int inputs, const P* panel, long step, int columns, float* out, long ldo, bool fresh,
                  Ahead ahead = {}) {
     with_constant<4>((columns + LANES - 1) / LANES, [&](auto vectors) {
         constexpr int V = decltype(vectors)::value, MOST = most_rows(V);
         const int passes = (rows + MOST - 1) / MOST;
-        const int lines = passes == 1 ? 0 : std::max(1, 4 * V / passes);
+        const int lines = std::max(1, 4 * V / passes);
         for (int pass = 0, r = 0; pass < passes; pass++) {
             const int left = passes - pass, some = (rows - r + left - 1) / left;
             with_constant<MOST>(some, [&](auto height) {

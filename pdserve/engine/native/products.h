@@ -11,6 +11,11 @@
 constexpr int DEPTH = 2048;       // inputs at a time: a stretch of a panel stays in the second cache, rows of x in the first
 constexpr int WIDE_PASSES = 2;    // more passes over a panel than these, and int8 is widened before
 constexpr long AHEAD = 256 << 10; // bytes fetched before their turn comes
+constexpr int FEW_ROWS = 4;
+
+// Whether instructions fetch what is ahead, or the processor alone does, which is faster for one thread that passes over
+// a panel once (docs/performance-log.md).
+INLINE bool fetches(int threads, int rows, int lanes) { return rows > most_rows(lanes / LANES) || (threads > 1 && rows <= FEW_ROWS); }
 
 template <class X, class W>
 struct Panels {
