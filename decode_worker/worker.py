@@ -120,7 +120,7 @@ class DecodeWorker(PoolWorker):
         return self.settings.advertise_transfer or self._transfer.address
 
     async def _listen(self) -> None:
-        await self._thread.run(self.engine.prepare)  # now that nobody else holds the model
+        await asyncio.to_thread(self._thread.alike(self.engine.prepare))  # now that nobody else holds the model
         await self._transfer.start()
         self.pipeline.handoffs.endpoints = self._transfer_endpoints()
 

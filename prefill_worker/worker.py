@@ -135,7 +135,7 @@ class PrefillWorker(PoolWorker):
 
     async def _listen(self) -> None:
         """The one server is all there is; the model is the engine's alone by now."""
-        await self._thread.run(self.engine.prepare)
+        await asyncio.to_thread(self._thread.alike(self.engine.prepare))
 
     async def _close(self, wait: bool) -> None:
         await self._peers.close()

@@ -99,13 +99,16 @@ class BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._crowd.work(self)
+        self._enter_work()
 
     def on_response_complete(self) -> None:
         self._crowd.wait(self)
         super().on_response_complete()  # which may take up a request that has come meanwhile
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+        self._enter_work()
+
+    def _enter_work(self) -> None:
+        """If a whole request is here. One that is only to close holds no place, however long its client takes."""
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing():
             self._crowd.work(self)
 
     def send_400_response(self, msg: str) -> None:

@@ -26,6 +26,7 @@ RAY_ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a late call, as Serve's threads make one, would start a cluster of its own
 }
 # A cluster of one machine: Ray then listens on loopback only, on Linux too despite the name.
 # Whoever reaches Ray's ports can run code.

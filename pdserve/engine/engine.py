@@ -81,7 +81,7 @@ class Engine:
         return self._kernels.counters
 
     def prepare(self) -> None:
-        """Lays the weights out for the kernels, in the engine's thread; otherwise the first step does."""
+        """Lays the weights out for the kernels before anybody steps the engine; otherwise the first step does."""
         self._kernels.current()
 
     def contract(self, tokenizer_digest: bytes = b"", context_limit: int = 0) -> WorkerContract:

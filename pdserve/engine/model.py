@@ -20,7 +20,7 @@ from pdserve.engine import deterministic
 from pdserve.engine.adapters import Add
 from pdserve.engine.building import Builder, Layer
 from pdserve.engine.packing import TensorMap
-from pdserve.engine.parts import ACTIVATIONS, Norm
+from pdserve.engine.parts import ACTIVATIONS, Norm, Rows
 from pdserve.engine.positions import rotate
 from pdserve.engine.runnable import check_spec
 from pdserve.engine.spec import ModelSpec
@@ -47,7 +47,8 @@ class Decoder:
         self.tiled, self.quantized = tiled, quantized
         self.trainable = any(tensor.requires_grad for tensor in tensors.values())
         build = Builder(spec, tensors, tiled, quantized)
-        self.embedding = build.tensor("embed")
+        table = build.tensor("embed")
+        self.embedding: Rows = table
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=self.embedding.dtype)  # rounded, as the peer does
         self.embed_norm = build.norm("embed_norm", spec.width) if spec.embed_norm else None
         self.position_table = build.tensor("pos") if spec.positions.kind == "learned" else None
@@ -57,7 +58,7 @@ class Decoder:
         self.final_norm = build.norm("final_norm", spec.width) if spec.final_norm else None
         self.out_proj = build.linear("out_proj") if spec.out_width else None
         self.head = build.product(
-            self.embedding if spec.tied_head else build.tensor("head.weight"),
+            table if spec.tied_head else build.tensor("head.weight"),
             build.tensor("head.bias") if spec.head_bias else None,
         )
 

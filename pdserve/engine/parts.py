@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -84,3 +85,18 @@ class Product(Protocol):
     def outputs(self) -> int: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Rows(Protocol):
+    """An embedding: a tensor [rows, width], or what is looked up like one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, ids: Any, /) -> Tensor: ...

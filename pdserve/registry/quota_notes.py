@@ -32,7 +32,7 @@ _MOST = Usage(2**64 - 1, 2**64 - 1, 2**32 - 1, 1.0, 1.0)  # the longest that a m
 
 
 def parts_of(tenants: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Tenants by the note that tells of them: as few notes as hold them all, whatever they use; 900 in each or more.
+    """Tenants by the note that tells of them: as few notes as hold them all, whatever they use; 212 or more in each.
 
     Which of them a tenant is in never changes while a router runs, so that each note has sums of its own.
     """

@@ -227,6 +227,28 @@ def test_what_the_kernels_do_not_run_is_plain_under_auto_and_refused_under_nativ
         tiny_engine(kernels="fastest")
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("weights", ["", "int8"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 8e-3)])
+def test_a_packed_product_by_itself_is_the_plain_one(dtype: str, tolerance: float, weights: str, threads: int) -> None:
+    """As steps with adapters use it: heads wider than a panel's tile, odd widths, one row to many."""
+    of = spec(head_dim=256, positions=rope(256), heads=2, kv_heads=1, width=41, ffn_width=2051, layers=1, qkv_bias=True)
+    plain = tiny_engine(of, dtype, kernels="plain", weights=weights).decoder
+    packed = tiny_engine(of, dtype, kernels="native", weights=weights)
+    packed.prepare()
+    for name in ("qkv", "o", "up", "down"):
+        product = getattr(plain.layers[0], name)
+        for rows in (0, 1, 5, 17, 131, 200, 258, 600):
+            x = torch.randn(rows, product.weight.shape[1], dtype=plain.embedding.dtype)
+            got = getattr(packed.decoder.layers[0], name)(x).float()
+            expected = product(x).float()
+            assert got.shape == expected.shape
+            scale = expected.abs().max() if rows else torch.tensor(1.0)
+            torch.testing.assert_close(
+                got / scale, expected / scale, rtol=0, atol=tolerance, msg=f"{name}, {rows} rows"
+            )
+
+
 PORTABLE = """
 import sys
 from tests.engine.test_native import FAMILIES, logits, relative_error

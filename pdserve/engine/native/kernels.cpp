@@ -86,7 +86,7 @@ static void product(const Model& m, const Step& s, const Matrix* gate, const Mat
     const long per_thread = Scratch(m, s.threads, 0).per_thread, ld = gate ? 2 * columns : columns;
     share(s.threads, groups * splits, [&](Turn turn) {
         Cutter cut{s.scratch + turn.thread * per_thread};
-        float *tile = cut.take<float>(TASK_ROWS * tile_columns(m)), *wide = cut.take<float>(wide_floats<X>());
+        float *tile = cut.take<float>(TASK_ROWS * tile_columns(m)), *wide = cut.take<float>(wide_floats<X>(inputs));
         const int number = turn.task / splits, follows = turn.next / splits, first_row = turn.task % splits * each;
         const int first = number * up.group, outputs = std::min(up.group, up.outputs - first), some = std::min(each, rows - first_row);
         const bool new_group = turn.next >= 0 && follows != number;

@@ -1,7 +1,7 @@
 """Weights as the kernels read them: in panels (products.h), from front to back, whatever the number of rows.
 
-A packed weight takes the place of the one it was made from, so nothing is held twice; only a head that is tied to the
-embedding becomes a copy. Plain torch goes on with it: a packed product can be called like any other.
+A packed weight takes the place of the one it was made from, so nothing is held twice; an embedding that is tied to the
+head is looked up in its panels. Plain torch goes on with it: a packed product can be called like any other.
 """
 
 from __future__ import annotations
@@ -42,6 +42,28 @@ class PackedLinear:
         rows = x.reshape(-1, x.shape[-1])
         parts = [self.apply(matrix, rows) for matrix in self.matrices]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).view(*x.shape[:-1], self.outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """The rows of one packed matrix, as an embedding that shares the head's weights is looked up."""
+
+    panels: Tensor  # [panels, cells, lanes, pair], a group to a panel
+    shape: tuple[int, int]  # [outputs, inputs]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.panels.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.panels.device
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        """ids [T] -> rows [T, inputs]."""
+        lanes = self.panels.shape[2]
+        cells = self.panels[ids // lanes, :, ids % lanes]  # [T, cells, pair]
+        return cells.flatten(1)[:, : self.shape[1]].contiguous()
 
 
 def packed(product: Linear | QuantizedLinear, apply: Apply, pair: int, parts: int = 1, group: int = 0) -> PackedLinear:

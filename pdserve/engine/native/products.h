@@ -36,9 +36,11 @@ struct Panels {
     }
 };
 
-// Floats of scratch that a product takes: a stretch of a panel, widened.
+// Floats of scratch that a product of so many inputs takes: a stretch of a panel, widened.
 template <class X>
-constexpr long wide_floats() { return long(DEPTH) / Cell<X>::INPUTS * PANEL; }
+INLINE long wide_floats(long inputs) {
+    return (std::min(inputs, long(DEPTH)) + Cell<X>::INPUTS - 1) / Cell<X>::INPUTS * PANEL;
+}
 
 // out [rows, lanes] = x [rows, inputs] w^T for the outputs of one panel.
 template <class X, class W>

@@ -16,7 +16,7 @@ from pdserve.engine.experts import Expert, Experts
 from pdserve.engine.layer_extras import Beside, LayerInputs, OwnInput
 from pdserve.engine.model import Decoder
 from pdserve.engine.native import library as c
-from pdserve.engine.native.packed import PackedLinear, packed
+from pdserve.engine.native.packed import PackedLinear, PackedRows, packed
 from pdserve.engine.parts import Linear, QuantizedLinear
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import Internal
@@ -44,9 +44,8 @@ class Products:
         self._library, self._dtype = library, decoder.embedding.dtype
         self._kind = QuantizedLinear if decoder.quantized else Linear
         types = {"x_bf16": self._dtype == torch.bfloat16, "w_int8": decoder.quantized}
-        self._model = c.Model(
-            width=1, heads=1, kv_heads=1, head_dim=1, ffn=1, **types
-        )  # sizes of one product's scratch
+        # Sizes of one product's scratch: a tile may be a head, of the native path's q, k and v.
+        self._model = c.Model(width=1, heads=1, kv_heads=1, head_dim=decoder.spec.head_dim, ffn=1, **types)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def pack(self, decoder: Decoder) -> None:
@@ -55,6 +54,9 @@ class Products:
             decoder.layers[index] = self._packed_parts(layer)
         for name in ("in_proj", "inputs", "out_proj", "head"):
             setattr(decoder, name, self._packed_part(getattr(decoder, name)))
+        head = decoder.head
+        if decoder.spec.tied_head and not decoder.quantized and isinstance(head, PackedLinear):
+            decoder.embedding = PackedRows(head.kept[0], (head.matrices[0].outputs, head.matrices[0].inputs))
 
     def packed(self, product: object, parts: int = 1, group: int = 0) -> PackedLinear:
         """Raises Internal for what is not a product in torch."""
@@ -75,11 +77,14 @@ class Products:
 
     def _apply(self, matrix: c.Matrix, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, outputs]."""
+        if x.dtype != self._dtype or x.shape[1] != matrix.inputs:
+            raise Internal(f"{list(x.shape)} of {x.dtype} for {matrix.inputs} inputs of {self._dtype}", field="kernels")
         x, rows, threads = x.contiguous(), x.shape[0], torch.get_num_threads()
         out = torch.empty(rows, matrix.outputs, dtype=x.dtype)
         if not rows:
             return out
-        need = self._library.pdserve_scratch_bytes(byref(self._model), rows, 0, 0, threads) + 64
+        self._model.width = matrix.inputs
+        need = self._library.pdserve_scratch_bytes(byref(self._model), 0, 0, 0, threads) + 64
         if self._scratch.numel() < need:
             with torch.inference_mode(False):
                 self._scratch = torch.empty(need, dtype=torch.uint8)
