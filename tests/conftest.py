@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Ray reads it when it is imported: a late call of one of its threads would start a cluster that nobody ends.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 settings.register_profile("tests", deadline=None, derandomize=True)
 settings.load_profile("tests")
