@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -71,6 +72,31 @@ def test_silent_clients_keep_nobody_out(run: Run, tls: ssl.SSLContext, trusting:
                     assert (await http.get(url)).status_code == 200
             for reader, _ in silent[:6]:
                 assert await reader.read() == b""
+
+    run(work())
+
+
+def test_connections_that_are_only_to_close_keep_nobody_out(
+    run: Run, tls: ssl.SSLContext, trusting: ssl.SSLContext
+) -> None:
+    """A client that is answered and told goodbye, and says nothing: closing waits for it, and holds no place."""
+
+    def refused(port: int) -> ssl.SSLSocket:
+        client = trusting.wrap_socket(socket.create_connection(("localhost", port), 5), server_hostname="localhost")
+        client.sendall(b"nonsense\r\n\r\n")
+        assert client.recv(64).startswith(b"HTTP/1.1 400")  # the goodbye is a record of its own, and is not read
+        return client
+
+    async def work() -> None:
+        async with server(tls=tls, connections=3, header_s=15) as to:
+            port = int(to.address.rpartition(":")[2])
+            closing = [await asyncio.to_thread(refused, port) for _ in range(3)]
+            try:
+                async with httpx.AsyncClient(verify=trusting) as http:
+                    assert (await http.get(f"https://localhost:{port}")).status_code == 200
+            finally:
+                for client in closing:
+                    client.close()
 
     run(work())
 
