@@ -15,7 +15,10 @@ from benchmarks.engine_cases import MARGIN
 from benchmarks.peers.process import VLLM_ENVIRONMENT, PeerError, PeerProcess, find_model, find_python
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.engine import Engine
+from pdserve.engine.ledger import Step, ledger
+from pdserve.engine.machine import measure_machine
 from pdserve.engine.plan import Chunk, StepPlan
+from pdserve.engine.spec import ModelSpec
 from prefill_worker.settings import PrefillSettings
 
 PAGE_SIZE = 16
@@ -88,6 +91,22 @@ class Ours:
         logits = self._engine.step(plan).logits
         self._lengths = [length + 1 for length in self._lengths]
         return [greedy(logits[chunk.key]) for chunk in plan.chunks]
+
+
+class Limit:
+    """What the machine allows at the moment: how long reading what a step must read takes, or its arithmetic."""
+
+    def __init__(self, spec: ModelSpec, step: Step, threads: int, dtype: str = "bf16") -> None:
+        self._ledger, self._threads, self._dtype = ledger(spec, step, dtype), threads, dtype
+
+    def prefill(self, prompts: Prompts) -> float:
+        return self.decode(1)
+
+    def fill(self, prompts: Prompts) -> None:
+        pass
+
+    def decode(self, steps: int) -> float:
+        return steps * self._ledger.bound(measure_machine(self._dtype, self._threads)).seconds
 
 
 class Peer:

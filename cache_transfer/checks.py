@@ -58,14 +58,25 @@ def check_logits(message: Logits, claim: Claim, contract: WorkerContract) -> Non
     dtype = "float64" if contract.activation_dtype == "float64" else "fp32"
     size = contract.vocab_size * ITEM_BYTES[dtype]
     if message.dtype != dtype:
-        raise InvalidRequest(f"{message.dtype[:32]!r} is not {dtype}", reason="LOGITS_DTYPE", field="logits.dtype")
+        raise InvalidRequest(
+            f"{message.dtype[:32]!r} is not {dtype}",
+            reason="LOGITS_DTYPE",
+            field="logits.dtype",
+            remedy=f"send them as {dtype}",
+        )
     if len(message.data) != size:
-        raise InvalidRequest(f"{len(message.data)} bytes, not {size}", reason="LOGITS_SIZE", field="logits.data")
+        raise InvalidRequest(
+            f"{len(message.data)} bytes, not {size}",
+            reason="LOGITS_SIZE",
+            field="logits.data",
+            remedy=f"send {contract.vocab_size} logits of {ITEM_BYTES[dtype]} bytes",
+        )
     if message.position != claim.end - 1:
         raise InvalidRequest(
             f"taken at token {message.position}, the prompt's last is {claim.end - 1}",
             reason="LOGITS_POSITION",
             field="logits.position",
+            remedy="send the logits of the prompt's last token",
         )
 
 

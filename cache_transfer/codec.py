@@ -185,8 +185,18 @@ def _range(name: str, value: object) -> Range:
 
 
 def _bad_header(problem: str) -> NoReturn:
-    raise InvalidRequest(f"the frame header {problem}", reason="FRAME_HEADER", field="frame.header")
+    raise InvalidRequest(
+        f"the frame header {problem}",
+        reason="FRAME_HEADER",
+        field="frame.header",
+        remedy="write it as in docs/protocol.md, section 9",
+    )
 
 
 def _bad_frame(name: str, problem: str) -> NoReturn:
-    raise InvalidRequest(problem, reason=f"FRAME_{name.upper()}", field=f"frame.{name}")
+    raise InvalidRequest(
+        problem,
+        reason=f"FRAME_{name.upper()}",
+        field=f"frame.{name}",
+        remedy="cut frames as in docs/protocol.md, section 9",
+    )

@@ -72,7 +72,7 @@ class AttentionScheme:
 class CachePlane:
     """One cached tensor of one layer: [tokens, heads, head_dim] in canonical order."""
 
-    name: str  # "k" | "v"
+    name: str  # "k" | "v" | "conv"
     heads: int
     head_dim: int
 
@@ -239,12 +239,9 @@ def check_identity(expected: HandoffIdentity, got: HandoffIdentity) -> None:
         if encode(getattr(got, f.name)) != encode(getattr(expected, f.name))
     )
     if found:
-        raise Incompatible(
-            f"the cache is not the one expected: {found[0]}",
-            reason="IDENTITY_MISMATCH",
-            field=found[0].code,
-            differences=found,
-        )
+        told = f"the cache is not the one expected: {found[0]}"
+        remedy = "send the cache that the ticket was given for, under the identity that came with it"
+        raise Incompatible(told, reason="IDENTITY_MISMATCH", field=found[0].code, remedy=remedy, differences=found)
 
 
 def _flatten(contract: WorkerContract, planes: bool = True) -> list[tuple[str, object, str]]:

@@ -68,7 +68,7 @@ class _MemoryStream:
             async with asyncio.timeout(deadline_s):
                 await receiver.receive(self._end)
         except TimeoutError:
-            raise DeadlineExceeded("the stream's deadline has passed") from None
+            raise DeadlineExceeded("the stream's deadline has passed", remedy="allow the handoff more time") from None
 
     async def send(self, message: Outgoing) -> None:
         request = message.data if isinstance(message, PackedFrames) else message
@@ -95,7 +95,11 @@ class _MemoryStream:
         if not await self._first(put):
             self._raise_failure()
             if request is not None:
-                raise DataLoss("the receiver ended the stream before its acknowledgement", reason="STREAM_ENDED")
+                raise DataLoss(
+                    "the receiver ended the stream before its acknowledgement",
+                    reason="STREAM_ENDED",
+                    remedy="send the cache again with a new ticket",
+                )
 
     async def _first(self, operation: asyncio.Future[None] | asyncio.Future[Response]) -> bool:
         """Whether `operation` was done before the receiver ended; cancels it otherwise."""
@@ -108,7 +112,9 @@ class _MemoryStream:
 
     def _raise_failure(self) -> None:
         if self._serving.cancelled():
-            raise DataLoss("the receiver was cancelled", reason="STREAM_ENDED")
+            raise DataLoss(
+                "the receiver was cancelled", reason="STREAM_ENDED", remedy="send the cache again with a new ticket"
+            )
         error = self._serving.exception()
         if isinstance(error, PdserveError):
             raise error

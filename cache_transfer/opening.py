@@ -84,6 +84,7 @@ def check_opening(opening: PushOpening, due: Due, contract: WorkerContract) -> t
             f"the frames' dtype is not the contract's: {difference}",
             reason="KV_DTYPE",
             field="kv_dtype",
+            remedy="send frames of the dtype that the contract names",
             differences=(difference,),
         )
     if opening.logits_only != due.logits_only:

@@ -53,4 +53,8 @@ def honest(error: PdserveError) -> PdserveError:
 
 
 def unexpected(message: Response | None, expected: str) -> DataLoss:
-    return DataLoss(f"the receiver answered {message}, expected was {expected}", reason="UNEXPECTED_ANSWER")
+    return DataLoss(
+        f"the receiver answered {message}, expected was {expected}",
+        reason="UNEXPECTED_ANSWER",
+        remedy="send the cache again; if it stays so, see whether both ends are of one version",
+    )

@@ -139,7 +139,11 @@ class HandoffSender:
             finally:
                 await self._close(stream, reader)
         if (ack.frames, ack.payload_bytes) != (self._manifest.frames, self._manifest.payload_bytes):
-            raise DataLoss(f"the receiver acknowledged {ack}, sent were {self._manifest.frames} frames", reason="ACK")
+            raise DataLoss(
+                f"the receiver acknowledged {ack}, sent were {self._manifest.frames} frames",
+                reason="ACK",
+                remedy="send the cache again with a new ticket",
+            )
         sent_tokens = self._range[1] - self._range[0]
         return SendReport(
             ack.frames, ack.payload_bytes, sent_tokens, self._granted_at, time.monotonic(), self._cargo.seconds

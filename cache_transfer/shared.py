@@ -192,6 +192,7 @@ class Shared:
                 f"{frame.size} bytes at {frame.offset} are not inside the {self._size} that were offered",
                 reason="SHARED_RANGE",
                 field="shared.offset",
+                remedy="keep every payload inside the memory that was offered",
             )
 
     def read(self, frame: SharedFrame, into: memoryview) -> memoryview:

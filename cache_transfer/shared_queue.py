@@ -150,6 +150,7 @@ class Queue:
                 f"a counter of the queue says {found}, it can be {low} to {high}",
                 reason="SHARED_RANGE",
                 field="shared.entries",
+                remedy="count up only, by as many entries as are written or read",
             )
         self._seen = found
         return found

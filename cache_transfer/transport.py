@@ -141,7 +141,11 @@ class _GrpcStream:
             await self._call.wait_for_connection()  # raises for a status that is not OK
         except grpc.RpcError as error:
             return call_error(error, self._address)
-        return DataLoss("the receiver ended the stream before its acknowledgement", reason="STREAM_ENDED")
+        return DataLoss(
+            "the receiver ended the stream before its acknowledgement",
+            reason="STREAM_ENDED",
+            remedy="send the cache again with a new ticket",
+        )
 
 
 def call_error(error: grpc.RpcError, address: str) -> PdserveError:

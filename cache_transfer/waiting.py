@@ -48,7 +48,10 @@ class Deadline:
             await timeout.__aexit__(kind, error, trace)
         except TimeoutError:
             self.check()
-            raise DeadlineExceeded(f"gave up waiting for {self._waiting_for}") from None
+            raise DeadlineExceeded(
+                f"gave up waiting for {self._waiting_for}",
+                remedy="see whether the other end lives; docs/protocol.md, section 11, has the limits",
+            ) from None
 
     def extend(self, seconds: float, waiting_for: str) -> None:
         """The block may go on for so long from now, within its limit. Raises a pending error."""

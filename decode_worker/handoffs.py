@@ -162,7 +162,12 @@ class Handoffs:
     def _sequence(self, claim: Claim) -> Sequence:
         sequence = self._sequences.get(claim.handoff_id)
         if sequence is None or sequence.ending is not None or not self.book.is_current(*_attempt(claim)):
-            raise Fenced("the request of this handoff is over", reason="ATTEMPT_STALE")
+            raise Fenced(
+                "the request of this handoff is over",
+                reason="ATTEMPT_STALE",
+                field="ticket",
+                remedy="send nothing more for it",
+            )
         return sequence
 
 
@@ -170,7 +175,7 @@ class NoPages:
     """The sink of a handoff that brings logits only."""
 
     def write(self, plane: str, layer: int, heads: Range, tokens: Range, payload: memoryview) -> None:
-        raise Fenced("no cache was granted", reason="NO_PAGES_GRANTED")
+        raise Fenced("no cache was granted", reason="NO_PAGES_GRANTED", field="frame", remedy="send the logits only")
 
 
 class FirstWrite:

@@ -83,7 +83,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 await context.write(event)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the reader took no message for {limit_s:g} s", reason="SLOW_READER", remedy="read the stream faster"
+                f"the reader took no message for {limit_s:g} s",
+                reason="SLOW_READER",
+                field="decode.reader_s",
+                remedy="read the stream faster",
             ) from None
 
     async def _first(self, requests: Requests) -> decode_pb2.DecodeOpen:
@@ -95,15 +98,26 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                         return message.open
                     break
         except TimeoutError:
-            raise DeadlineExceeded(f"no opening came within {limit_s:g} s", field="open") from None
-        raise InvalidRequest("the first message must be `open`", reason="MISSING_FIELD", field="open")
+            raise DeadlineExceeded(
+                f"no opening came within {limit_s:g} s",
+                field="open",
+                remedy="send `open` as the first message, at once",
+            ) from None
+        raise InvalidRequest(
+            "the first message must be `open`", reason="MISSING_FIELD", field="open", remedy="send `open` first"
+        )
 
     async def _take_retries(self, requests: Requests, sequence: Sequence) -> None:
         """Serves the caller's later messages; one that is wrong ends the request. A half-closed stream is fine."""
         try:
             async for message in requests:
                 if message.WhichOneof("request") != "retry":
-                    raise InvalidRequest("only `retry` may follow `open`", reason="UNEXPECTED_MESSAGE", field="request")
+                    raise InvalidRequest(
+                        "only `retry` may follow `open`",
+                        reason="UNEXPECTED_MESSAGE",
+                        field="request",
+                        remedy="send nothing but `retry` after it",
+                    )
                 if message.retry.prefill_here:
                     await self._worker.pipeline.compute_here(sequence)
                 else:

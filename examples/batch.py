@@ -8,7 +8,8 @@
 Each line of the input is an object: `id`; one of `prompt`, `messages` and `token_ids`; and any option of
 `pdserve.client.AsyncClient.complete`, such as `max_tokens`. Each line of the output has the `id`, and either
 `text`, `token_ids`, `finish` and the number of tokens, or `error`. Lines come as they are done; started
-again, what has an answer is not asked for again, and what failed is.
+again, what has an answer is not asked for again, and what failed is. A router with tenants wants a key of theirs in
+PDSERVE_API_KEY.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -110,7 +112,8 @@ async def answer_all(todo: Sequence[Row], output: IO[str], address: str, rpc: Rp
     """Writes a line per prompt as each is done. Returns how many failed."""
     waiting, failed = iter(todo), 0
     with show_progress(len(todo)) as step:
-        async with AsyncClient(address, rpc) as client, asyncio.TaskGroup() as group:
+        key = os.environ.get("PDSERVE_API_KEY", "")
+        async with AsyncClient(address, rpc, api_key=key) as client, asyncio.TaskGroup() as group:
 
             async def work() -> None:
                 nonlocal failed

@@ -55,13 +55,14 @@ class PdserveError(Exception):
         message: one sentence for people.
         reason: stable upper-case code; defaults to the class's own.
         field: the request, config or contract field at fault.
-        remedy: what the reader can do about it.
+        remedy: what the reader can do about it; defaults to the class's own.
         retryable: the same request may succeed elsewhere or later.
         differences: set when contracts or identities disagree.
         retry_after_ms: a hint for `retryable` errors; 0 when unknown.
     """
 
     default_reason = "ERROR"
+    default_remedy = ""
     default_retryable = False
 
     def __init__(
@@ -79,7 +80,7 @@ class PdserveError(Exception):
         self.message = message
         self.reason = reason or self.default_reason
         self.field = field
-        self.remedy = remedy
+        self.remedy = remedy or self.default_remedy
         self.retryable = self.default_retryable if retryable is None else retryable
         self.differences = differences
         self.retry_after_ms = retry_after_ms
@@ -143,6 +144,7 @@ class PermissionDenied(PdserveError):
 
 class Internal(PdserveError):
     default_reason = "INTERNAL"
+    default_remedy = "report it, with the request's id and the log"
 
 
 class ConfigError(PdserveError):

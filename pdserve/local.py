@@ -81,7 +81,11 @@ class LocalRunner:
         adapter: bytes | None = None,
     ) -> None:
         if chunk_tokens < 1 or max_batch < 1:
-            raise InvalidRequest("a step needs at least one token and one sequence", field="chunk_tokens")
+            raise InvalidRequest(
+                "a step needs at least one token and one sequence",
+                field="chunk_tokens" if chunk_tokens < 1 else "max_batch",
+                remedy="use 1 or more",
+            )
         self.engine = engine
         self.tokenizer = None if bundle is None else Tokenizer(bundle)
         self.blocks = BlockManager(engine.config.pages, engine.config.page_size)

@@ -17,6 +17,7 @@ def overdue(prompt: Prompt) -> DeadlineExceeded:
     return DeadlineExceeded(
         "the handoff did not end within its lease, or its caller's deadline",
         reason="LEASE_ENDED",
+        field="prefill.lease_s",
         remedy="check that the decode worker has free pages, or raise lease_s",
         retryable=True,
     )

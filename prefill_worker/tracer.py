@@ -94,7 +94,8 @@ class Tracer:
             raise DeadlineExceeded(
                 f"the prompt was not computed within {self._lease_s:g} s",
                 reason="LEASE_ENDED",
-                field="trace",
+                field="prefill.lease_s",
+                remedy="ask again when the worker has less to do, compare a shorter prompt, or raise the limit",
                 retryable=True,
             ) from None
         finally:
@@ -140,7 +141,10 @@ class Tracer:
             )
         if not 0 < count <= MAX_COLUMNS:
             raise InvalidRequest(
-                f"{count} columns are not between 1 and {MAX_COLUMNS}", reason="INVALID_COLUMNS", field="columns"
+                f"{count} columns are not between 1 and {MAX_COLUMNS}",
+                reason="INVALID_COLUMNS",
+                field="columns",
+                remedy=f"ask for 1 to {MAX_COLUMNS}",
             )
 
 

@@ -2,7 +2,7 @@
 
 What one worker refuses is told beside what the others did; the same call again repairs it. A name is taken away from
 the decode workers first: they know a request from its beginning to its end, so when they are free of an adapter,
-nobody needs it at the prefill workers either. Where tenants are known by keys, only `router.operators` may change or
+nobody needs it at the prefill workers either. Where tenants are known by keys, only operators (auth.py) may change or
 see anything here; others read the names that they may use from Gateway/ListModels.
 """
 
@@ -20,7 +20,7 @@ from pdserve.rpc.server import Server
 from pdserve.rpc.status import to_detail
 from pdserve.v1 import adapters_pb2, adapters_pb2_grpc
 from router.adapters import UNKNOWN_ADAPTER
-from router.auth import Authenticator, check_operator, credentials
+from router.auth import Authenticator, check_grpc_operator
 from router.channels import WorkerChannels
 from router.gate import Member
 from router.pool import Pool
@@ -57,7 +57,7 @@ class RouterAdapterService(adapters_pb2_grpc.AdaptersServicer):
         self._model_of = model_of
 
     async def Load(self, request: adapters_pb2.LoadAdapterRequest, context: Context) -> adapters_pb2.AdaptersResponse:
-        self._check_operator(context, "change which adapters are served")
+        check_grpc_operator(self._settings, self._authenticator, "change which adapters are served", context)
         members = self._members(self._model_of(request.model))
         asked = adapters_pb2.LoadAdapterRequest(name=request.name, path=request.path)
         return await self._changed(await self._ask(members, "Load", asked, LOAD_S))
@@ -65,7 +65,7 @@ class RouterAdapterService(adapters_pb2_grpc.AdaptersServicer):
     async def Unload(
         self, request: adapters_pb2.UnloadAdapterRequest, context: Context
     ) -> adapters_pb2.AdaptersResponse:
-        self._check_operator(context, "change which adapters are served")
+        check_grpc_operator(self._settings, self._authenticator, "change which adapters are served", context)
         members = self._members(self._model_of(request.model))
         asked = adapters_pb2.UnloadAdapterRequest(name=request.name, wait_ms=request.wait_ms)
         limit_s = request.wait_ms / 1000 + MARGIN_S
@@ -79,15 +79,11 @@ class RouterAdapterService(adapters_pb2_grpc.AdaptersServicer):
         return await self._changed([*answers, *rest])
 
     async def List(self, request: adapters_pb2.ListAdaptersRequest, context: Context) -> adapters_pb2.AdaptersResponse:
-        self._check_operator(context, "see which worker serves which adapters")
+        check_grpc_operator(self._settings, self._authenticator, "see which worker serves which adapters", context)
         names = [self._model_of(request.model)] if request.model else list(self._pool.models())
         members = [member for name in names for member in self._pool.ready(name)]
         answers = await self._ask(members, "List", adapters_pb2.ListAdaptersRequest(), MARGIN_S)
         return _response(answers)
-
-    def _check_operator(self, context: Context, what: str) -> None:
-        tenant = self._authenticator.tenant(credentials(context.invocation_metadata()))
-        check_operator(self._settings, tenant, what)
 
     def _members(self, model: str) -> tuple[Member, ...]:
         members = self._pool.ready(model)

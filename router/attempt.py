@@ -31,9 +31,10 @@ from router.channels import WorkerChannels
 from router.decode_checks import check_admitted, check_end, check_tokens
 from router.failures import movable, silent, suspicious, unexpected
 from router.gate import Member, Pair
+from router.jobs import Job
 from router.placement import cache_tokens
 from router.planner import Planner
-from router.pool import Job, Pool
+from router.pool import Pool
 from router.record import Account
 from router.request import Request
 from router.settings import RouterSettings

@@ -94,6 +94,12 @@ def check_operator(settings: RouterSettings, tenant: str, what: str, names: Coll
     )
 
 
+def check_grpc_operator(settings: RouterSettings, authenticator: Authenticator, what: str, context: Any) -> None:
+    """As `check_operator`, for the caller of a gRPC method. An operator's certificate does beside any key."""
+    tenant = authenticator.tenant(credentials(context.invocation_metadata()))
+    check_operator(settings, tenant, what, certificate_names(context))
+
+
 class Doorkeeper(grpc.aio.ServerInterceptor):
     """Refuses calls of one service that bring no good key, before their message is even parsed."""
 

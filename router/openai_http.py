@@ -222,7 +222,11 @@ class OpenAiApi:
                             remedy="send less text",
                         )
         except TimeoutError as error:
-            raise DeadlineExceeded("the request's body did not come in time", field="body") from error
+            raise DeadlineExceeded(
+                "the request's body did not come in time",
+                field="body",
+                remedy=f"send all of it within {self._settings.client_stall_s:g} s",
+            ) from error
         return bytes(data)
 
 

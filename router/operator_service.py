@@ -1,7 +1,7 @@
 """The Operator service: what `pdserve doctor` asks of a router.
 
 Workers are asked through the router's own connections, so the answer is about the way that requests take, wherever
-the operator stands. Where tenants are known by keys, only `router.operators` may ask.
+the operator stands. Where tenants are known by keys, only operators (auth.py) may ask.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdserve.rpc.self_report import GRPC, HTTP, certificate, clock_ms, part_repo
 from pdserve.rpc.server import Server
 from pdserve.rpc.status import to_detail
 from pdserve.v1 import operator_pb2, operator_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router.auth import Authenticator, check_operator, credentials
+from router.auth import Authenticator, check_grpc_operator
 from router.canary import Canaries
 from router.channels import WorkerChannels
 from router.gate import Member
@@ -59,7 +59,7 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
     async def Examine(
         self, request: operator_pb2.ExamineRequest, context: Context
     ) -> AsyncIterator[operator_pb2.ExaminePart]:
-        self._check_operator(context, "examine this deployment")
+        check_grpc_operator(self._settings, self._authenticator, "examine this deployment", context)
         limit_s = limit_of(request.timeout_ms, DEFAULT_S, MAX_S)
         tasks = [asyncio.create_task(self._worker(member, limit_s)) for member in self._pool.members()]
         try:
@@ -71,7 +71,7 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
                 await settled(task)
 
     async def Canary(self, request: operator_pb2.CanaryRequest, context: Context) -> operator_pb2.CanaryResponse:
-        self._check_operator(context, "send canaries")
+        check_grpc_operator(self._settings, self._authenticator, "send canaries", context)
         limit_s = 0.9 * remaining_s(context, CANARY_S)  # so that the caller hears of it
         sung = await self._canaries.sing(request.prefill_worker, request.decode_worker, limit_s)
         return operator_pb2.CanaryResponse(
@@ -80,10 +80,6 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
             attempt=attempt_to_proto(sung.attempt),
             error=None if sung.error is None else to_detail(sung.error),
         )
-
-    def _check_operator(self, context: Context, what: str) -> None:
-        tenant = self._authenticator.tenant(credentials(context.invocation_metadata()))
-        check_operator(self._settings, tenant, what)
 
     async def _router(self, limit_s: float) -> operator_pb2.RouterReport:
         _, ms, error = await timed_snapshot(self._registry, limit_s)

@@ -30,8 +30,9 @@ from pdserve.errors import Exhausted
 from pdserve.registry.records import Load
 from router.bucket import Clock
 from router.gate import Member, Pair
+from router.jobs import Job
 from router.lately import Lately
-from router.pool import Job, Pool
+from router.pool import Pool
 from router.request import Request
 
 OVERLOADED = "OVERLOADED"

@@ -22,49 +22,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection
 
 from pdserve.errors import PdserveError
-from pdserve.registry.records import PREFILL, READY, LiveRecord, Load, Registry
-from pdserve.rpc.background import set_within
+from pdserve.registry.records import READY, LiveRecord, Load, Registry
+from pdserve.rpc.background import in_turns, set_within
 from router.gate import Gate, Member, Verdict, group_key
+from router.jobs import Job, corrected
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Job:
-    """This router's own work on one worker; `pool.begin` starts it, `pool.end` ends it."""
-
-    member: Member
-    prompt_tokens: int  # at a decode worker not 0 only for a prompt that it computes itself, which is a job of its own
-    pages: int
-    started: float
-    ended: float | None = None
-    streams: int = 1  # at a decode worker, of a job that is not a prompt
-    tenant: str = ""
-
-
-def corrected(load: Load, jobs: Sequence[Job], renewed_at: float, role: str) -> Load:
-    """The reported load, less our jobs ended since the report, and then plus those begun since.
-
-    In this order: the report may know nothing of a job that ended, but no such job hides a new one.
-    """
-    begun = [job for job in jobs if job.started >= renewed_at and job.ended is None]
-    ended = [job for job in jobs if job.started < renewed_at and job.ended is not None]
-
-    def moved(reported: int, size: Callable[[Job], int]) -> int:
-        return max(0, reported - sum(map(size, ended))) + sum(map(size, begun))
-
-    held = moved(load.pages_held, lambda job: job.pages)
-    prompts = moved(load.queued_prefill_tokens, lambda job: job.prompt_tokens)
-    if role == PREFILL:
-        queued = moved(load.queued_tokens, lambda job: job.prompt_tokens)
-        waiting = moved(load.waiting, lambda job: 1)
-        return replace(load, waiting=waiting, queued_tokens=queued, queued_prefill_tokens=prompts, pages_held=held)
-    running = moved(load.running, lambda job: 0 if job.prompt_tokens else job.streams)
-    return replace(load, running=running, queued_prefill_tokens=prompts, pages_held=held)
 
 
 class Pool:
@@ -97,13 +63,14 @@ class Pool:
         self._jobs: dict[bytes, list[Job]] = {}  # by incarnation
         self._first_seen: dict[str, int] = {}  # model -> Unix seconds
         self._refreshed_at = clock()
+        self._asked_at = float("-inf")  # when the snapshot that is in use was asked for
         self._grace_until = 0.0
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Takes the first snapshot and keeps taking them. Raises Unavailable without a registry."""
-        self._apply(self._clock(), await self._registry.snapshot())
+        await self._apply(self._clock(), await self._registry.snapshot())
         self._task = asyncio.create_task(self._refresh_forever(), name="pool-refresh")
 
     async def stop(self) -> None:
@@ -128,7 +95,7 @@ class Pool:
         self._refreshed_at = now
         if leases and (self.warning or now > due_at + min(leases)):
             self._grace_until = now + max(leases)
-        self._apply(asked_at, records)
+        await self._apply(asked_at, records)
         if self._on_addresses is not None:
             await self._on_addresses({member.address for member in self._members.values()})
         if self.warning:
@@ -233,8 +200,12 @@ class Pool:
                     log.exception("a refresh of the pool failed, serving from the last known pool")
                 self.warning = text
 
-    def _apply(self, asked_at: float, records: tuple[LiveRecord, ...]) -> None:
-        fresh = [self._member(live, asked_at) for live in records]
+    async def _apply(self, asked_at: float, records: tuple[LiveRecord, ...]) -> None:
+        """In turns until all members are made, and then at once: no request sees half a snapshot."""
+        fresh = [self._member(live, asked_at) async for live in in_turns(records)]
+        if asked_at < self._asked_at:  # a later one was quicker
+            return
+        self._asked_at = asked_at
         members = {member.id: member for member in fresh}
         if asked_at < self._grace_until:
             members = self._members | members

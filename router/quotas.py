@@ -31,7 +31,7 @@ SHARE = 3
 LOOKS = 10  # questions that no worker answers, such as /tokenize, that count as one request
 REMEMBER_S = 10.0  # how long another router's requests in flight count without news from it
 FORGET_S = 600.0  # how long its sums are kept: a Redis that lost them is told them again
-MAX_OTHERS = 1024  # notes
+MAX_OTHERS = 4096  # notes; one that is forgotten is met anew
 
 
 @dataclass
@@ -192,8 +192,13 @@ class Quotas:
         running = {name: usage.running for name, usage in said.items()}
         sums = {**({} if known is None else known.sums), **said}
         self._others[router] = _Other(now, now + REMEMBER_S - age_s, running, sums)
-        others = list(self._others.items())[-MAX_OTHERS:]
-        self._others = {name: other for name, other in others if other.heard > now - FORGET_S}
+        while len(self._others) > MAX_OTHERS or self._longest_silent.heard <= now - FORGET_S:
+            del self._others[next(iter(self._others))]
+
+    @property
+    def _longest_silent(self) -> _Other:
+        """Whoever is heard of goes to the end of the dict."""
+        return next(iter(self._others.values()))
 
     def _account(self, tenant: Tenant) -> _Account:
         rates = (tenant.requests_per_minute, tenant.tokens_per_minute)

@@ -98,7 +98,12 @@ def _open(data: bytes, digest: bytes) -> Tokenizer:
     """Parses, verifies and loads a bundle; in a thread."""
     bundle = Bundle.from_bytes(data)
     if bundle.digest() != digest:
-        raise DataLoss("the tokenizer bundle is not the one asked for", reason="BUNDLE_DIGEST", field="tokenizer")
+        raise DataLoss(
+            "the tokenizer bundle is not the one asked for",
+            reason="BUNDLE_DIGEST",
+            field="tokenizer",
+            remedy="ask again; if it stays so, restart the worker that sent it",
+        )
     return Tokenizer(bundle)
 
 

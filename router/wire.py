@@ -257,7 +257,8 @@ async def fetch_bundle(channels: WorkerChannels, address: str, digest: bytes, ti
         except grpc.RpcError as error:
             raise call_error(error, address) from error
     if not data or len(data) != total:
-        raise DataLoss(f"{address} sent {len(data)} of {total} tokenizer bytes", reason="BUNDLE_LENGTH")
+        told = f"{address} sent {len(data)} of {total} tokenizer bytes"
+        raise DataLoss(told, reason="BUNDLE_LENGTH", field="tokenizer", remedy="ask again, or see that worker's log")
     return bytes(data)
 
 
@@ -277,7 +278,8 @@ def call_error(error: grpc.RpcError, address: str) -> PdserveError:
         return lost(address, str(from_rpc_error(error)))
     found = from_rpc_error(error, address)
     if isinstance(found, DeadlineExceeded) and not has_detail(error):
-        return DeadlineExceeded(f"{address} did not finish within the request's deadline", field="deadline")
+        told = f"{address} did not finish within the request's deadline"
+        return DeadlineExceeded(told, field="deadline", remedy="allow more time, or ask for fewer tokens")
     return found
 
 

@@ -125,10 +125,12 @@ def placement_text(attempt: AttemptRecord) -> str:
 
 
 def group_text(group: GroupPair) -> str:
-    """Alike prefill workers -> alike decode workers: every difference."""
+    """Alike prefill workers -> alike decode workers: every difference. Or decode workers that compute the prompt."""
     sides = _ids(group.prefill_workers, group.prefill_count), _ids(group.decode_workers, group.decode_count)
     differences = "; ".join(str(difference) for difference in group.differences)
-    return " -> ".join(sides) + (f": {differences}" if differences else "")
+    here = group.prefill_count and sides[0] == sides[1]
+    ways = f"{sides[1]}, without a handoff" if here else " -> ".join(sides)
+    return ways + (f": {differences}" if differences else "")
 
 
 def _ids(some: tuple[str, ...], count: int) -> str:

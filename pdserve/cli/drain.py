@@ -20,6 +20,7 @@ def drain(
     if late:
         raise DeadlineExceeded(
             f"workers that have not drained within {timeout_s:g} s: {late} of {drained + late}",
+            field="timeout_s",
             remedy="give more time with --timeout-s, more than their grace_s",
         )
     out.print(f"workers drained: {drained}")

@@ -82,7 +82,10 @@ def down(
         while read_running() is not None:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"process {running.pid} is still stopping", reason="STILL_STOPPING", remedy="raise --timeout-s"
+                    f"process {running.pid} is still stopping",
+                    reason="STILL_STOPPING",
+                    field="timeout_s",
+                    remedy="raise --timeout-s",
                 )
             pause.wait(0.1)
     err.print("stopped")

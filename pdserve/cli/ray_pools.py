@@ -131,7 +131,12 @@ class RayPools:
         try:
             serve.run_many(targets, wait_for_applications_running=False)
         except RuntimeError as error:
-            raise Unavailable(f"Ray Serve refused the pools: {error}", reason="RAY_SERVE") from error
+            raise Unavailable(
+                f"Ray Serve refused the pools: {error}",
+                reason="RAY_SERVE",
+                field="pools",
+                remedy="see `serve status` and the log of the Serve controller",
+            ) from error
 
     def check(self) -> None:
         """Raises ConfigError when Serve has given a pool up."""
@@ -189,4 +194,9 @@ def _quiet() -> None:
 
 def _not_reached(error: Exception) -> Unavailable:
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return Unavailable(f"Ray did not start: {first}", reason="RAY", field="pools.ray_address")
+    return Unavailable(
+        f"Ray did not start: {first}",
+        reason="RAY",
+        field="pools.ray_address",
+        remedy="name a cluster that runs (`ray status`), or leave it empty to start one here",
+    )

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Self, Unpack
 
+import grpc
+
 from pdserve.client.adapters import (
     LOAD_TIMEOUT_S,
     UNLOAD_WAIT_S,
@@ -64,7 +66,8 @@ class AsyncClient:
         call = self._stub().Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async with self._typed_errors(timeout_s):
-                async for message in call:
+                # Not `async for`: gRPC never frees a call whose loop was left (1.83 and later).
+                while (message := await call.read()) is not grpc.aio.EOF:
                     for event in reader.read(message):
                         yield event
             reader.end()

@@ -67,13 +67,18 @@ def until_sized(generation: str, sizes: Sizes, timeout_s: float) -> None:
                 raise Unavailable(
                     f"the {role} pool does not start: {counts[role].failure.strip().splitlines()[-1]}",
                     reason="POOL_FAILED",
+                    field=role,
+                    remedy="correct what it says; the log of its replicas has more",
                 )
         if all((c.running, c.starting, c.stopping) == (sizes[role], 0, 0) for role, c in counts.items()):
             return
         if time.monotonic() > end:
             state = ", ".join(f"{role}: {c.running} run, {c.stopping} drain" for role, c in counts.items())
             raise DeadlineExceeded(
-                f"not there after {timeout_s:g} s: {state}", reason="STILL_SCALING", remedy="see `pdserve status`"
+                f"not there after {timeout_s:g} s: {state}",
+                reason="STILL_SCALING",
+                field="timeout_s",
+                remedy="see `pdserve status`",
             )
         pause.wait(POLL_S)
 

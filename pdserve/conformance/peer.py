@@ -23,6 +23,7 @@ from pdserve.rpc.settings import RpcSettings
 from pdserve.rpc.status import difference_from_proto, from_rpc_error, has_detail
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, worker_pb2, worker_pb2_grpc
 
+_GENERATE = "answer as in docs/protocol.md, section 2"
 _ANY_SIZE = (("grpc.max_send_message_length", -1),)  # it is the worker's limit that is tried
 
 
@@ -119,7 +120,9 @@ class Request:
         try:
             event: decode_pb2.DecodeEvent = next(self._call)
         except StopIteration:
-            raise InvalidRequest("the stream ended without a finish", reason="STREAM_ENDED") from None
+            raise InvalidRequest(
+                "the stream ended without a finish", reason="STREAM_ENDED", field="finish", remedy=_GENERATE
+            ) from None
         except grpc.RpcError as error:
             raise CallFailed(error) from None
         return event
@@ -131,7 +134,9 @@ class Request:
         if kind == "error" and name != "error":
             self.event()  # raises: an error event is followed by the same status
         if kind != name:
-            raise InvalidRequest(f"{kind} came where {name} was due", reason="UNEXPECTED_EVENT")
+            raise InvalidRequest(
+                f"{kind} came where {name} was due", reason="UNEXPECTED_EVENT", field="event", remedy=_GENERATE
+            )
         return getattr(event, name)
 
     def ticket(self) -> Ticket:
@@ -148,7 +153,10 @@ class Request:
                         answer.first_index = event.tokens.first_index
                     if event.tokens.first_index != answer.first_index + len(answer.ids):
                         raise InvalidRequest(
-                            f"tokens from {event.tokens.first_index} came after {len(answer.ids)}", reason="TOKEN_INDEX"
+                            f"tokens from {event.tokens.first_index} came after {len(answer.ids)}",
+                            reason="TOKEN_INDEX",
+                            field="tokens.first_index",
+                            remedy="count every token once, in order",
                         )
                     answer.ids += event.tokens.ids
                 case "finish":
@@ -156,7 +164,12 @@ class Request:
                 case "error":
                     continue  # the status follows
                 case other:
-                    raise InvalidRequest(f"{other} came where tokens were due", reason="UNEXPECTED_EVENT")
+                    raise InvalidRequest(
+                        f"{other} came where tokens were due",
+                        reason="UNEXPECTED_EVENT",
+                        field="event",
+                        remedy=_GENERATE,
+                    )
         return answer
 
     def close(self) -> None:
@@ -228,7 +241,12 @@ class Peer:
         """A stream to the ticket's first gRPC endpoint. `timeout_s`: 0 for the usual one."""
         address = next((e.address for e in ticket.endpoints if e.transport == "grpc"), "")
         if not address:
-            raise InvalidRequest("the ticket names no gRPC endpoint", reason="NO_ENDPOINT", field="ticket.endpoints")
+            raise InvalidRequest(
+                "the ticket names no gRPC endpoint",
+                reason="NO_ENDPOINT",
+                field="ticket.endpoints",
+                remedy='name an address of `Push` with transport "grpc"',
+            )
         if address not in self._links:
             self._links[address] = sync_channel(address, self._push_rpc, extra_options=_ANY_SIZE)
         push = Push(self._links[address], timeout_s or self.timeout_s)

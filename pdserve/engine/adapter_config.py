@@ -187,5 +187,8 @@ def _by_pattern(patterns: Mapping[str, N], module: str, default: N) -> N:
 
 def _bad(key: str, value: object, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"adapter_config.json has {key} = {str(value)[:60]!r}, expected {expected}", field=key, reason="BAD_VALUE"
+        f"adapter_config.json has {key} = {str(value)[:60]!r}, expected {expected}",
+        field=key,
+        reason="BAD_VALUE",
+        remedy="correct it, or save the adapter again with PEFT",
     )

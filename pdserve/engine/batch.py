@@ -112,7 +112,9 @@ def stale_slots(chunks: Sequence[Chunk], cache: PagedCache) -> Tensor:
 def check_plan(plan: StepPlan, spec: ModelSpec, cache: PagedCache) -> None:
     """Refuses what cannot run, before any layer: InvalidRequest for a request's fault, Internal for a scheduler's."""
     if not plan.chunks:
-        raise InvalidRequest("a step needs at least one chunk", reason="EMPTY_STEP", field="chunks")
+        raise InvalidRequest(
+            "a step needs at least one chunk", reason="EMPTY_STEP", field="chunks", remedy="give it one, or run no step"
+        )
     keys = {chunk.key for chunk in plan.chunks}
     if len(keys) != len(plan.chunks):
         raise Internal("two chunks of a step have one key", reason="DUPLICATE_KEY", field="chunks")
@@ -129,7 +131,9 @@ def check_plan(plan: StepPlan, spec: ModelSpec, cache: PagedCache) -> None:
 def _check_chunk(chunk: Chunk, spec: ModelSpec, cache: PagedCache) -> None:
     check_token_ids(chunk.ids, spec.vocab_size, f"chunk {chunk.key}")
     if chunk.start < 0:
-        raise InvalidRequest(f"{chunk.start} is no position", reason="NEGATIVE_START", field=chunk.key)
+        raise InvalidRequest(
+            f"{chunk.start} is no position", reason="NEGATIVE_START", field=chunk.key, remedy="begin at 0 or later"
+        )
     end = chunk.start + len(chunk.ids)
     if end > spec.context_limit:
         raise InvalidRequest(
@@ -149,7 +153,12 @@ def _check_chunk(chunk: Chunk, spec: ModelSpec, cache: PagedCache) -> None:
         if not 0 <= page < cache.pages:
             raise Internal(f"there is no page {page}", reason="PAGE_OUT_OF_RANGE", field=chunk.key)
     if chunk.logits not in ("none", "last", "all"):
-        raise InvalidRequest(f"{chunk.logits!r} is not a choice", reason="INVALID_LOGITS", field=chunk.key)
+        raise InvalidRequest(
+            f"{chunk.logits!r} is not a choice",
+            reason="INVALID_LOGITS",
+            field=chunk.key,
+            remedy="use none, last or all",
+        )
 
 
 def _int64(values: Sequence[int], device: torch.device) -> Tensor:

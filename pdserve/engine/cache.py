@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.dtypes import torch_dtype
+from pdserve.engine.large_pages import touch
 from pdserve.engine.plan import EngineConfig
 from pdserve.engine.spec import ModelSpec
 from pdserve.engine.staging import Staging, staging_for
@@ -103,6 +104,11 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         return self.storage.untyped_storage().nbytes()
+
+    def touch(self) -> None:
+        """Takes the pool's memory now and not page by page as it fills; leaves what is in it."""
+        if self.storage.device.type == "cpu":
+            touch(self.storage.view(torch.uint8).view(-1))
 
     # -- engine side -----------------------------------------------------------------------
 

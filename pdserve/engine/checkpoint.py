@@ -30,6 +30,7 @@ from pdserve.engine.weights import check_tensors, expected_tensors
 from pdserve.errors import CheckpointError
 
 VERSION = 1
+_AGAIN = "write the file again with save_spec_checkpoint of this version"
 _VERSION_KEY, _SPEC_KEY = "pdserve.version", "pdserve.spec"
 
 
@@ -41,7 +42,12 @@ def save_spec_checkpoint(path: str | Path, spec: ModelSpec, tensors: Mapping[str
     try:
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, metadata=metadata)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be written: {error}", field=str(path), reason="BAD_FILE") from error
+        raise CheckpointError(
+            f"{path} cannot be written: {error}",
+            field=str(path),
+            reason="BAD_FILE",
+            remedy="check the path, its permissions and the space left there",
+        ) from error
 
 
 def load_spec_checkpoint(path: Path, dtype: str, device: str, files: CheckpointFiles) -> LoadedModel:
@@ -67,12 +73,17 @@ def _read_spec(metadata: Mapping[str, str], path: Path) -> ModelSpec:
         )
     if version != str(VERSION):
         raise CheckpointError(
-            f"{path} is of checkpoint version {version}, this reads {VERSION}", field=_VERSION_KEY, reason="BAD_FILE"
+            f"{path} is of checkpoint version {version}, this reads {VERSION}",
+            field=_VERSION_KEY,
+            reason="BAD_FILE",
+            remedy=_AGAIN,
         )
     try:
         values = json.loads(metadata[_SPEC_KEY])
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a damaged spec: {error}", field=_SPEC_KEY, reason="BAD_FILE") from error
+        raise CheckpointError(
+            f"{path} has a damaged spec: {error}", field=_SPEC_KEY, reason="BAD_FILE", remedy=_AGAIN
+        ) from error
     return spec_from_json(values)
 
 
@@ -97,7 +108,7 @@ def _build(cls: type, values: object, where: str) -> Any:
             raise _bad(f"{where}.{name}", values[name], "is unknown")
     required = {n for n, f in known.items() if f.default is f.default_factory is dataclasses.MISSING}
     for name in sorted(required - set(values)):
-        raise CheckpointError(f"{where}.{name} is missing", field=name, reason="MISSING_KEY")
+        raise CheckpointError(f"{where}.{name} is missing", field=name, reason="MISSING_KEY", remedy=_AGAIN)
     hints = typing.get_type_hints(cls)
     return cls(**{name: _typed(hints[name], value, f"{where}.{name}") for name, value in values.items()})
 
@@ -127,4 +138,4 @@ def _tuple(items: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
 
 
 def _bad(field: str, value: object, what: str) -> CheckpointError:
-    return CheckpointError(f"{field} = {str(value)[:60]}: {what}", field=field, reason="BAD_SPEC")
+    return CheckpointError(f"{field} = {str(value)[:60]}: {what}", field=field, reason="BAD_SPEC", remedy=_AGAIN)

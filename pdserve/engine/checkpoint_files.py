@@ -21,6 +21,8 @@ A file must not be written through a shared mapping while workers load it: such 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
 import stat
@@ -79,7 +81,12 @@ class CheckpointFiles:
         try:
             self._stamps[path] = Stamp.of(path)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}", field=path.name, reason="BAD_FILE") from error
+            raise CheckpointError(
+                f"{path} cannot be read: {error}",
+                field=path.name,
+                reason="BAD_FILE",
+                remedy="check the path and its permissions",
+            ) from error
 
     def digests(self, path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, bytes]:
         """Content digests of all tensors of a stamped file."""
@@ -159,7 +166,11 @@ def _open_kept(kept: Path) -> IO[bytes]:
 
 @contextlib.contextmanager
 def _draft(kept: Path) -> Iterator[IO[bytes] | None]:
-    """A new file beside `kept`, gone at the end unless it was renamed; None where none can be made."""
+    """A new file beside `kept`, gone at the end unless it was renamed; None where none can be made.
+
+    It is locked while its process lives, which tells it from one of a process that was killed.
+    """
+    _remove_abandoned(kept)
     try:
         draft = tempfile.NamedTemporaryFile(  # noqa: SIM115
             buffering=0,  # or closing it could fail, on a full disk
@@ -172,10 +183,19 @@ def _draft(kept: Path) -> Iterator[IO[bytes] | None]:
         return
     try:
         with draft:
+            with contextlib.suppress(OSError):  # some file systems lock nothing, and keep what is left
+                fcntl.flock(draft, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield draft
     finally:
         with contextlib.suppress(OSError):
             os.unlink(draft.name)
+
+
+def _remove_abandoned(kept: Path) -> None:
+    for left in kept.parent.glob(f"{glob.escape(kept.name)}-*"):
+        with contextlib.suppress(OSError), _open_kept(left) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def _publish(draft: IO[bytes], path: Path, stamp: Stamp, digests: Mapping[str, bytes]) -> None:

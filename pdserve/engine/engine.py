@@ -24,7 +24,7 @@ from pdserve.engine.graphs import open_graphs
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.model import Decoder
 from pdserve.engine.native.choice import KernelCounters, Kernels
-from pdserve.engine.native.path import NativePath
+from pdserve.engine.native.path import NativePath, NativeStep
 from pdserve.engine.plain import PlainPath, Reads
 from pdserve.engine.plan import EngineConfig, StepCounters, StepOutput, StepPlan
 from pdserve.engine.positions import rotary_tables
@@ -81,8 +81,13 @@ class Engine:
         return self._kernels.counters
 
     def prepare(self) -> None:
-        """Lays the weights out for the kernels before anybody steps the engine; otherwise the first step does."""
-        self._kernels.current()
+        """Lays the weights out for the kernels before anybody steps the engine, and takes the memory of the page pool;
+        otherwise its steps do.
+
+        Raises ConfigError under kernels = native when there is no memory for it.
+        """
+        self._kernels.prepare()
+        self.cache.touch()
 
     def contract(self, tokenizer_digest: bytes = b"", context_limit: int = 0) -> WorkerContract:
         """What this engine promises about every cache it makes or takes.
@@ -176,6 +181,11 @@ class Engine:
         work = path.begin(batch, keep=trace is not None)
         reads = {window: Reads(batch, window) for window in {self.spec.window(i) for i in range(self.spec.layers)}}
         x = path.embed(batch)
+        if isinstance(work, NativeStep) and on_layer is None and cancelled is None and trace is None:
+            work.layers(x)
+            rows = x.shape[0] * self.spec.layers
+            pairs = sum(reads[self.spec.window(layer)].pairs for layer in range(self.spec.layers))
+            return x, StepCounters(rows, pairs * self.spec.heads)
         counters = StepCounters()
         for layer in range(self.spec.layers):
             if cancelled is not None and cancelled():

@@ -112,7 +112,10 @@ class Fields:
         value = self.take(key, default)
         if value is not default and not good(value):
             raise CheckpointError(
-                f"{self._where} has {key} = {_short(value)}, expected {what}", field=key, reason="BAD_VALUE"
+                f"{self._where} has {key} = {_short(value)}, expected {what}",
+                field=key,
+                reason="BAD_VALUE",
+                remedy="correct it, or get the model's files again",
             )
         return value
 

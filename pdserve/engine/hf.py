@@ -23,6 +23,7 @@ from pdserve.errors import CheckpointError
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_AGAIN = "get the model's files again; all of them are of one version"
 
 
 def load_directory(path: Path, dtype: str, device: str, files: CheckpointFiles) -> LoadedModel:
@@ -56,11 +57,20 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist", field=path.name, reason="MISSING_FILE") from error
+        raise CheckpointError(
+            f"{path} does not exist",
+            field=path.name,
+            reason="MISSING_FILE",
+            remedy="check the path, or get the file again",
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}", field=path.name, reason="BAD_FILE") from error
+        raise CheckpointError(
+            f"{path} cannot be read as JSON: {error}", field=path.name, reason="BAD_FILE", remedy="get the file again"
+        ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object", field=path.name, reason="BAD_FILE")
+        raise CheckpointError(
+            f"{path} holds no JSON object", field=path.name, reason="BAD_FILE", remedy="get the file again"
+        )
     return value
 
 
@@ -83,11 +93,14 @@ def _shard_map(index: Path) -> Mapping[str, str]:
     """Tensor -> shard file, from the index."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index} has no weight_map", field="weight_map", reason="BAD_FILE")
+        raise CheckpointError(f"{index} has no weight_map", field="weight_map", reason="BAD_FILE", remedy=_AGAIN)
     for tensor, shard in names.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(
-                f"{index} places {tensor} in {shard!r}, which is no file name", field=tensor, reason="BAD_FILE"
+                f"{index} places {tensor} in {shard!r}, which is no file name",
+                field=tensor,
+                reason="BAD_FILE",
+                remedy=_AGAIN,
             )
         if not (index.parent / shard).is_file():
             raise CheckpointError(
@@ -111,11 +124,15 @@ def _open_shards(
                     f"shard {shard} holds tensor {name}, which {_INDEX} places in {shard_of.get(name, 'no shard')}",
                     field=name,
                     reason="UNKNOWN_TENSOR",
+                    remedy=_AGAIN,
                 )
     for name, shard in shard_of.items():
         if name not in opened[path / shard]:
             raise CheckpointError(
-                f"tensor {name} is not in shard {shard}, where {_INDEX} places it", field=name, reason="MISSING_TENSOR"
+                f"tensor {name} is not in shard {shard}, where {_INDEX} places it",
+                field=name,
+                reason="MISSING_TENSOR",
+                remedy=_AGAIN,
             )
     return opened
 

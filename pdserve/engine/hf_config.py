@@ -42,6 +42,7 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
             f"{where} names architecture {name} but model_type {model_type}",
             field="model_type",
             reason="UNKNOWN_ARCHITECTURE",
+            remedy=f"correct one of the two; {name} is a {found[0].model_type}",
         )
     return found[0]
 
@@ -93,7 +94,12 @@ def token_ids(value: object, key: str, where: str) -> tuple[int, ...]:
     """One id, a list of ids or nothing, as a tuple."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
-        raise CheckpointError(f"{where} has {key} = {value!r}, expected token ids", field=key, reason="BAD_VALUE")
+        raise CheckpointError(
+            f"{where} has {key} = {value!r}, expected token ids",
+            field=key,
+            reason="BAD_VALUE",
+            remedy="write one id, or a list of ids",
+        )
     return tuple(ids)
 
 

@@ -88,6 +88,7 @@ def llama3(theta: float, dims: int, parameters: Mapping[str, float], original: i
             f"high_freq_factor {high} must exceed low_freq_factor {low}",
             field="high_freq_factor",
             reason="BAD_VALUE",
+            remedy="correct the rope parameters, or get the model's files again",
         )
     return PositionScheme(
         kind="rope",

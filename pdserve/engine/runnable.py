@@ -115,4 +115,9 @@ def _check_combinations(spec: ModelSpec) -> None:
 
 
 def _unsupported(field: str, message: str) -> CheckpointError:
-    return CheckpointError(message, reason="UNSUPPORTED_MODEL", field=field)
+    return CheckpointError(
+        message,
+        reason="UNSUPPORTED_MODEL",
+        field=field,
+        remedy="correct it, or use a model of a family in docs/families.md",
+    )

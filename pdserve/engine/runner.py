@@ -69,7 +69,7 @@ class EngineThread:
         Raises Refused after `close`.
         """
         if self._closed:
-            raise Refused("the engine's thread is closed", reason="CLOSED")
+            raise Refused("the engine's thread is closed", reason="CLOSED", remedy="make a new one")
         future = self._pool.submit(self._call, lambda: function(*args, **kwargs))
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)

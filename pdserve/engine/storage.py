@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cache_transfer.contract import CachePlane
+from pdserve.engine.large_pages import zeros
 from pdserve.errors import Internal
 
 Shape = tuple[int, int]  # heads and head_dim
@@ -41,7 +42,8 @@ class Storage:
         for size in sizes:
             starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
             end = starts[-1] + math.prod(size)
-        whole = torch.zeros(end, dtype=dtype, device=device)
+        large = device == "cpu" and end > 0
+        whole = zeros(end * dtype.itemsize).view(dtype) if large else torch.zeros(end, dtype=dtype, device=device)
         self.blocks = [whole[at : at + math.prod(size)].view(size) for at, size in zip(starts, sizes, strict=True)]
         self.whole = self.blocks[0] if len(kinds) == 1 and all(planes) else whole
         """All of it; [layers, planes, ...] where all layers are alike."""

@@ -106,7 +106,11 @@ class Naming:
         module = parts[2] if layer else parts[0]
         modules = {**self.modules, **self.one_norm} if spec.one_norm else self.modules
         if module not in modules:
-            raise CheckpointError(f"this format has no place for tensor {name}", field=name)
+            raise CheckpointError(
+                f"this format has no place for tensor {name}",
+                field=name,
+                remedy="store the model in another format, such as the one it came in",
+            )
         suffix = "bias" if parts[-1] in ("bias", "shift") else "weight"
         ending = {"weight": "", "bias": "_bias"}[suffix] if module in self.complete else f".{suffix}"
         stored = f"{layer}{modules[module]}{ending}".removeprefix(strip)

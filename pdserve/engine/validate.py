@@ -34,4 +34,9 @@ def check_spec(spec: ModelSpec) -> None:
 
 def _require(good: bool, field: str, value: object, what: str) -> None:
     if not good:
-        raise CheckpointError(f"{field} = {value} {what}", field=field, reason="BAD_SPEC")
+        raise CheckpointError(
+            f"{field} = {value} {what}",
+            field=field,
+            reason="BAD_SPEC",
+            remedy="correct it, or use the model as it was published",
+        )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+_AGAIN = "get the model's files again, or convert it again; spec and tensors belong together"
 
 # Which of a layer's norms each order has.
 NORMS: Mapping[str, tuple[str, ...]] = {
@@ -66,15 +67,20 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     expected = expected_tensors(spec)
     for name, shape in expected.items():
         if name not in tensors:
-            raise CheckpointError(f"tensor {name} {list(shape)} is missing", field=name, reason="MISSING_TENSOR")
+            raise CheckpointError(
+                f"tensor {name} {list(shape)} is missing", field=name, reason="MISSING_TENSOR", remedy=_AGAIN
+            )
         if tuple(tensors[name].shape) != shape:
             found = list(tensors[name].shape)
             raise CheckpointError(
-                f"tensor {name} is {found}, expected {list(shape)}", field=name, reason="TENSOR_SHAPE"
+                f"tensor {name} is {found}, expected {list(shape)}",
+                field=name,
+                reason="TENSOR_SHAPE",
+                remedy=_AGAIN,
             )
     unknown = sorted(set(tensors) - set(expected))
     if unknown:
-        raise CheckpointError(f"tensor {unknown[0]} belongs to no part of the model", field=unknown[0])
+        raise CheckpointError(f"tensor {unknown[0]} belongs to no part of the model", field=unknown[0], remedy=_AGAIN)
 
 
 def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Shape]:

@@ -30,7 +30,11 @@ class RouterReplica:
     async def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""
         if self._router.broken.is_set():
-            raise Unavailable("a background task of the router has died", reason="ROUTER_BROKEN")
+            raise Unavailable(
+                "a background task of the router has died",
+                reason="ROUTER_BROKEN",
+                remedy="Ray Serve replaces it; its log says why",
+            )
 
     async def addresses(self) -> tuple[str, str]:
         """host:port of the gateway, and of the OpenAI endpoint."""

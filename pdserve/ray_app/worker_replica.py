@@ -53,9 +53,15 @@ class WorkerReplica:
     async def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""
         if self._worker.broken.is_set():
-            raise Unavailable("a background task of the worker has died", reason="WORKER_BROKEN")
+            raise Unavailable(
+                "a background task of the worker has died",
+                reason="WORKER_BROKEN",
+                remedy="Ray Serve replaces it; its log says why",
+            )
         if self._worker.stalled:
-            raise Unavailable("an engine step does not end", reason="STALLED")
+            raise Unavailable(
+                "an engine step does not end", reason="STALLED", remedy="Ray Serve replaces it; its log says why"
+            )
 
     async def describe(self) -> tuple[str, int]:
         """The worker's id, which is also its name in the registry, and its process id."""

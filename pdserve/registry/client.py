@@ -10,7 +10,8 @@ import grpc
 from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from pdserve.registry.records import LiveRecord, Load, WorkerRecord
 from pdserve.registry.report import Report
-from pdserve.registry.wire import live_from_proto, load_to_proto, record_to_proto
+from pdserve.registry.wire import RECORDS_A_TURN, live_from_proto, load_to_proto, record_to_proto
+from pdserve.rpc.background import in_turns
 from pdserve.rpc.channel import ChannelPool
 from pdserve.rpc.settings import RpcSettings, check_plaintext, split_address
 from pdserve.rpc.status import from_rpc_error
@@ -54,7 +55,8 @@ class RpcRegistry:
     async def snapshot(self) -> tuple[LiveRecord, ...]:
         """See Registry. A record that cannot be read is left out, with a warning in the log."""
         answer = await self._call("Snapshot", pb.SnapshotRequest())
-        return tuple(live for record in answer.records if (live := _read(record)) is not None)
+        read = [_read(record) async for record in in_turns(answer.records, RECORDS_A_TURN)]
+        return tuple(live for live in read if live is not None)
 
     async def close(self) -> None:
         for report in self._reports.values():

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from pdserve.errors import NotFound, PdserveError
+from pdserve.errors import DeadlineExceeded, NotFound, PdserveError, Unavailable
 from pdserve.registry.records import NamedAdapter, Registry, WorkerRecord
 from pdserve.registry.settings import RegistrySettings
 
@@ -86,7 +86,11 @@ class Heartbeat:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._deregister(self._record)
         except (PdserveError, TimeoutError) as error:
-            log.warning("could not deregister %s, its lease will end: %s", self._record.worker_id, error)
+            # A registry that is out of reach has often been told to stop, too.
+            level = (
+                logging.INFO if isinstance(error, (Unavailable, DeadlineExceeded, TimeoutError)) else logging.WARNING
+            )
+            log.log(level, "could not deregister %s, its lease will end: %s", self._record.worker_id, error)
 
     async def _deregister(self, record: WorkerRecord) -> None:
         async with self._one_at_a_time:

@@ -11,7 +11,8 @@ Keys, all under one prefix:
                           that finds another one than before knows that the server lost its memory
 
 `record` and `load` are serialized protobuf. Each method is one script, so that comparing
-the incarnation and acting on it cannot be torn apart; leases run on the server's clock.
+the incarnation and acting on it cannot be torn apart; leases run on the server's clock. A snapshot's rows come packed
+in one value: the client reads an answer value by value, and gives nobody a turn before it has read all of a pool's.
 
 A Redis that is full (maxmemory, noeviction) refuses a script whose first write takes memory. A heartbeat's first write
 does not, so those who are registered stay; a snapshot's does, so routers hear of it and keep the pool that they know.
@@ -23,7 +24,9 @@ import hashlib
 import logging
 import secrets
 from dataclasses import dataclass, replace
+from typing import Literal
 
+import msgpack
 from google.protobuf.message import DecodeError
 
 from pdserve.errors import InvalidRequest
@@ -32,7 +35,15 @@ from pdserve.registry.records import LiveRecord, Load, WorkerRecord
 from pdserve.registry.redis_board import RedisBoard
 from pdserve.registry.redis_latest import RedisLatest
 from pdserve.registry.redis_link import RedisLink
-from pdserve.registry.wire import check_state, load_from_proto, load_to_proto, record_from_proto, record_to_proto
+from pdserve.registry.wire import (
+    RECORDS_A_TURN,
+    check_state,
+    load_from_proto,
+    load_to_proto,
+    record_from_proto,
+    record_to_proto,
+)
+from pdserve.rpc.background import in_turns
 from pdserve.v1 import gateway_pb2, registry_pb2
 
 log = logging.getLogger(__name__)
@@ -75,7 +86,7 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
     redis.call('SREM', KEYS[1], id)
   end
 end
-return {birth, rows}
+return {birth, cmsgpack.pack(rows)}
 """
 _RECORDS = """
 local found = {}
@@ -89,9 +100,10 @@ return found
 _WAIT = "wait: workers come back with their next heartbeat"
 
 
-_AT_ONCE = 256  # records read by one command
+_AT_ONCE = 64  # records read by one command, whose answer is read without a turn
 
-Row = tuple[bytes, bytes | None, bytes | None, bytes | None, int]  # id, version, state, load, lease left in ms
+Field = bytes | Literal[False]  # false: the hash lacks it
+Row = tuple[bytes, Field, Field, Field, int]  # id, version, state, load, lease left in ms
 
 
 @dataclass(frozen=True)
@@ -99,8 +111,8 @@ class Known:
     """A record, and the bytes that it was read from: most are the same at the next snapshot."""
 
     version: bytes | None
-    state: bytes | None
-    load: bytes | None
+    state: Field
+    load: Field
     record: WorkerRecord
 
 
@@ -173,7 +185,7 @@ class RedisRegistry:
         too short to be noticed, or another server has taken over: what it knows now may not be who there is.
         """
         keys, new = [self._index, f"{self._prefix}birth"], secrets.token_bytes(16)
-        birth, rows = await self._link.run(self._snapshot, keys, [self._key(""), new])
+        birth, packed = await self._link.run(self._snapshot, keys, [self._key(""), new])
         (was, server), now = (self._birth or birth, self._server), self._link.server
         self._birth, self._server = birth, now
         if birth != was:
@@ -181,24 +193,28 @@ class RedisRegistry:
         if server not in ("", now):
             raise self._link.unavailable(f"{now} has taken over from {server}", _WAIT)
         bad: dict[bytes, str] = {}
-        await self._learn(rows, bad)
-        live = [read for row in rows if (read := self._read(row, bad)) is not None]
+        rows: list[Row] = msgpack.unpackb(packed, raw=True)
+        known = await self._learn(rows, bad)
+        read = [_read(row, known, bad) async for row in in_turns(rows)]
+        self._known = known
         for worker_id, problem in bad.items():
             if self._bad.get(worker_id) != problem:  # said once, not at every refresh
                 log.warning("a worker record in Redis %s and is left out: %r", problem, worker_id)
         self._bad = bad
-        return tuple(sorted(live, key=lambda each: each.record.worker_id))
+        return tuple(sorted((live for live in read if live is not None), key=lambda each: each.record.worker_id))
 
-    async def _learn(self, rows: list[Row], bad: dict[bytes, str]) -> None:
-        """Reads the records that are new here, and forgets those that are gone."""
+    async def _learn(self, rows: list[Row], bad: dict[bytes, str]) -> dict[bytes, Known]:
+        """What is known of these workers, after reading the records that are new here.
+
+        A dict of this snapshot alone: others may be under way, and take their turns in between.
+        """
         known = {row[0]: self._known[row[0]] for row in rows if row[0] in self._known}
-        new = [row[0] for row in rows if row[1] is None or row[0] not in known or known[row[0]].version != row[1]]
-        self._known = known
+        new = [row[0] for row in rows if row[1] is False or row[0] not in known or known[row[0]].version != row[1]]
         for start in range(0, len(new), _AT_ONCE):
             ids = new[start : start + _AT_ONCE]
             found = await self._link.run(self._records, [self._key(""), f"{self._prefix}birth"], ids)
-            for worker_id, (data, version) in zip(ids, found, strict=True):
-                self._known.pop(worker_id, None)
+            async for worker_id, (data, version) in in_turns(zip(ids, found, strict=True), RECORDS_A_TURN):
+                known.pop(worker_id, None)
                 if data is None:
                     bad[worker_id] = "lacks fields"
                     continue
@@ -207,27 +223,8 @@ class RedisRegistry:
                 except (DecodeError, InvalidRequest) as error:
                     bad[worker_id] = f"cannot be read ({error})"
                     continue
-                self._known[worker_id] = Known(version, None, None, record)
-
-    def _read(self, row: Row, bad: dict[bytes, str]) -> LiveRecord | None:
-        """None for a record that cannot be used; what is wrong with it goes to `bad`."""
-        worker_id, _, state, load, left_ms = row
-        known = self._known.get(worker_id)
-        if known is None:
-            bad.setdefault(worker_id, "lacks fields")
-            return None
-        if state is None or load is None:
-            bad[worker_id] = "lacks fields"
-            return None
-        if (known.state, known.load) != (state, load):
-            try:
-                read = load_from_proto(gateway_pb2.Load.FromString(load))
-                record = replace(known.record, state=check_state(state.decode()), load=read)
-            except (DecodeError, InvalidRequest, UnicodeDecodeError) as error:
-                bad[worker_id] = f"cannot be read ({error})"
-                return None
-            self._known[worker_id] = known = Known(known.version, state, load, record)
-        return LiveRecord(known.record, max(0, left_ms) / 1000)
+                known[worker_id] = Known(version, False, False, record)
+        return known
 
     async def close(self) -> None:
         await self._link.close()
@@ -238,3 +235,24 @@ class RedisRegistry:
 
     def _key(self, worker_id: str) -> str:
         return f"{self._prefix}worker:{worker_id}"
+
+
+def _read(row: Row, known: dict[bytes, Known], bad: dict[bytes, str]) -> LiveRecord | None:
+    """Notes in `known` what it has read. None for a record that cannot be used; what is wrong with it goes to `bad`."""
+    worker_id, _, state, load, left_ms = row
+    if worker_id not in known:
+        bad.setdefault(worker_id, "lacks fields")
+        return None
+    if state is False or load is False:
+        bad[worker_id] = "lacks fields"
+        return None
+    old = known[worker_id]
+    if (old.state, old.load) != (state, load):
+        try:
+            read = load_from_proto(gateway_pb2.Load.FromString(load))
+            record = replace(old.record, state=check_state(state.decode()), load=read)
+        except (DecodeError, InvalidRequest, UnicodeDecodeError) as error:
+            bad[worker_id] = f"cannot be read ({error})"
+            return None
+        known[worker_id] = old = Known(old.version, state, load, record)
+    return LiveRecord(old.record, max(0, left_ms) / 1000)

@@ -3,9 +3,10 @@
     {prefix}quota:{router}   its note, further ones as {router}.1, {router}.2; each expires KEEP_S later
     {prefix}quotas           set of those names; one without a note is removed by the next exchange
 
-One exchange is one round trip: it replaces this router's notes and reads the others'. Notes are states, not news, so
-one that is read twice, or not at all, does no harm. What no router wrote is removed and counted; a set with more than
-MAX_NOTES is begun anew, as every living router is in it again with its next notes.
+One exchange is one round trip: it replaces this router's notes and reads the others', MAX_NOTES of them drawn anew each
+time if there are more. Notes are states, not news, so one that is read twice, or not until later, does no harm. What no
+router wrote is removed and counted; a set with more than MAX_NAMES is begun anew, as every living router is in it again
+with its next notes.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from pdserve.registry.redis_board import MAX_NOTE_BYTES
 from pdserve.registry.redis_link import RedisLink
 
 KEEP_S = 120  # after which everything that a minute's limit was charged has come back
-MAX_NOTES = 1024  # of all routers, so at most 64 MiB
+MAX_NOTES = 1024  # of all routers, read by one exchange: at most 64 MiB
+MAX_NAMES = 4096  # with a note, or with one that has expired
 
 _EXCHANGE = """
 local index, prefix, keep = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local dropped = 0
 local kind = redis.call('TYPE', index).ok
-if kind ~= 'none' and (kind ~= 'set' or redis.call('SCARD', index) > tonumber(ARGV[3])) then
+if kind ~= 'none' and (kind ~= 'set' or redis.call('SCARD', index) > tonumber(ARGV[5])) then
   redis.call('DEL', index)
   dropped = 1
 end
 local own = {}
-for at = 5, #ARGV, 2 do
+for at = 6, #ARGV, 2 do
   redis.call('SET', prefix .. ARGV[at], ARGV[at + 1], 'PX', keep)
   redis.call('SADD', index, ARGV[at])
   own[ARGV[at]] = true
 end
 local found = {}
-for _, by in ipairs(redis.call('SMEMBERS', index)) do
+for _, by in ipairs(redis.call('SRANDMEMBER', index, ARGV[3])) do
   local key = prefix .. by
   local note, left = redis.pcall('GET', key), redis.call('PTTL', key)
   if own[by] then
@@ -78,7 +80,7 @@ class RedisLatest:
         say. Raises Unavailable.
         """
         named = [(f"{self._me}.{number}" if number else self._me, note) for number, note in enumerate(notes)]
-        args = [self._notes, KEEP_S * 1000, MAX_NOTES, MAX_NOTE_BYTES, *chain.from_iterable(named)]
+        args = [self._notes, KEEP_S * 1000, MAX_NOTES, MAX_NOTE_BYTES, MAX_NAMES, *chain.from_iterable(named)]
         dropped, rows = await self._link.run(self._script, [self._index], args)
         self.dropped += dropped
         return tuple(LatestNote(by, age_ms / 1000, text) for by, age_ms, text in rows)

@@ -57,4 +57,8 @@ class Report:
 
     async def _read_answer(self) -> None:
         if await self._call.read() is grpc.aio.EOF:
-            raise Unavailable("the registry ended the stream of heartbeats", reason="REGISTRY_UNAVAILABLE")
+            raise Unavailable(
+                "the registry ended the stream of heartbeats",
+                reason="REGISTRY_UNAVAILABLE",
+                remedy="the next heartbeat tries again; if it stays so, see the registry's log",
+            )

@@ -13,6 +13,7 @@ from pdserve.registry.memory import MAX_WORKERS
 from pdserve.registry.records import Registry
 from pdserve.registry.wire import (
     MAX_LEASE_MS,
+    RECORDS_A_TURN,
     check_incarnation,
     check_state,
     check_worker_id,
@@ -20,6 +21,7 @@ from pdserve.registry.wire import (
     load_from_proto,
     record_from_proto,
 )
+from pdserve.rpc.background import in_turns
 from pdserve.rpc.server import Server
 from pdserve.v1 import registry_pb2 as pb
 from pdserve.v1 import registry_pb2_grpc
@@ -77,7 +79,8 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         return pb.DeregisterResponse()
 
     async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> pb.SnapshotResponse:
-        return pb.SnapshotResponse(records=[live_to_proto(live) for live in await self._registry.snapshot()])
+        live = await self._registry.snapshot()
+        return pb.SnapshotResponse(records=[live_to_proto(each) async for each in in_turns(live, RECORDS_A_TURN)])
 
 
 def add_registry(server: Server, registry: Registry) -> None:

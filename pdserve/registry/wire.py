@@ -34,6 +34,7 @@ MAX_ADDRESS = 300  # characters
 DIGEST_BYTES = 32
 INCARNATION_BYTES = 16
 MAX_LEASE_MS = 3_600_000
+RECORDS_A_TURN = 8  # whole records that are read or written before others have their turn: 0.2 ms each
 
 ROLES = (PREFILL, DECODE)
 STATES = (STARTING, READY, STALLED, DRAINING)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 async def set_within(event: asyncio.Event, seconds: float) -> bool:
@@ -14,6 +17,18 @@ async def set_within(event: asyncio.Event, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def in_turns(items: Iterable[Item], each: int = 64) -> AsyncIterator[Item]:
+    """The items, with a turn for the loop's other tasks after every `each`.
+
+    For long work that waits for nothing: without a turn in between, every request would wait until its end. What the
+    work reads and others write may change at each turn.
+    """
+    for count, item in enumerate(items, start=1):
+        yield item
+        if not count % each:
+            await asyncio.sleep(0)  # waits for nothing: gives way once
 
 
 class Background:

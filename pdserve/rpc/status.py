@@ -233,6 +233,8 @@ def _foreign_remedy(code: grpc.StatusCode, address: str, told: str) -> str:
         return f"check that a server listens at {address or 'that address'}"
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return f"check that {address or 'the address'} is the right service, of the same version"
+    if _BY_CODE.get(code) is errors.Internal:  # a fault, but not of ours
+        return f"see the log of what answers at {address or 'that address'}"
     return ""
 
 

@@ -96,7 +96,12 @@ async def _bundle(address: str, digest: bytes, rpc: RpcSettings) -> Bundle:
     finally:
         await channels.close()
     if bundle.digest() != digest:
-        raise DataLoss(f"{address} sent another tokenizer than its contract names", reason="BUNDLE_DIGEST")
+        raise DataLoss(
+            f"{address} sent another tokenizer than its contract names",
+            reason="BUNDLE_DIGEST",
+            field="tokenizer",
+            remedy="run it again; if it stays so, restart that worker",
+        )
     return bundle
 
 

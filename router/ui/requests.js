@@ -169,6 +169,7 @@ function attempt(a, number) {
 
 function group(g) {
   const side = (some, count) => `${some.join(", ")}${count > some.length ? ` and ${count - some.length} more` : ""}`;
-  const title = g.prefill_count ? `${side(g.prefill_workers, g.prefill_count)} → ${side(g.decode_workers, g.decode_count)}` : "every pair";
+  const from = side(g.prefill_workers, g.prefill_count), to = side(g.decode_workers, g.decode_count);
+  const title = !g.prefill_count ? "every pair" : from === to ? `${to}, without a handoff` : `${from} → ${to}`;
   return h("li", {}, h("span", { class: "id" }, title), g.differences.length ? differences(g.differences) : null);
 }

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pdserve.cli.main import app
+from pdserve.engine.native import build
 from pdserve.registry.records import DECODE
 from pdserve.rpc.channel import channel
 from pdserve.rpc.tls import OPERATOR
@@ -112,6 +114,15 @@ async def test_decode_workers_that_compute_prompts_are_tried_without_a_prefill_w
         assert (canary["prefill_worker"], canary["decode_worker"], canary["bytes_sent"]) == ("", "d0", 0)
 
 
+@pytest.fixture
+def unknown_compiler() -> Iterator[None]:
+    """As in a process that has not looked for one yet."""
+    build.find_recipe.cache_clear()
+    yield
+    build.find_recipe.cache_clear()
+
+
+@pytest.mark.usefixtures("unknown_compiler")
 async def test_kernels_that_could_not_be_built_are_told_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

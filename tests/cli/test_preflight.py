@@ -135,10 +135,11 @@ def test_the_record_names_groups_of_pairs() -> None:
     why = (FieldDifference("LAYERS", "2", "3"), FieldDifference("WIDTH", "4", "5"))
     record = HandoffRecord(
         attempts=1,
-        candidates=(GroupPair(("p0", "p1"), ("d0",), 9, 1),),
+        candidates=(GroupPair(("p0", "p1"), ("d0",), 9, 1), GroupPair(("d0", "d1"), ("d0", "d1"), 3, 3)),
         rejected=(GroupPair(("p0",), ("d1",), 1, 1, why),),
     )
     rows = record_rows(record)
     assert ("attempts", "1") in rows
     assert ("pairs that fit", "p0, p1 and 7 more -> d0") in rows
+    assert ("pairs that fit", "d0, d1 and 1 more, without a handoff") in rows
     assert ("pairs refused", "p0 -> d1: LAYERS: 2 != 3; WIDTH: 4 != 5") in rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import threading
 from contextlib import aclosing
@@ -31,6 +32,40 @@ async def test_aclosing_cancels_the_call() -> None:
             await anext(events)
         async with asyncio.timeout(5):
             await cancelled.wait()
+
+
+class _Heap(ctypes.Structure):
+    """As `mallinfo2` of glibc tells it, in bytes."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "free", "_", "_", "mapped", "_", "_", "used", "unused", "_")  # mallinfo2(3)
+    ]
+
+
+def heap_bytes() -> int:
+    """In use outside of Python's own small objects: what gRPC holds is there, and no tool of Python's sees it."""
+    gc.collect()
+    asked = ctypes.CDLL(None).mallinfo2
+    asked.restype = _Heap
+    return int(asked().used)
+
+
+async def test_calls_that_were_left_are_freed() -> None:
+    async with (
+        serving(hanging(asyncio.Event(), asyncio.Event())) as server,
+        AsyncClient(server.address) as client,
+    ):
+
+        async def leave(count: int) -> None:
+            for _ in range(count):
+                async with aclosing(client.generate("x")) as events:
+                    await anext(events)
+
+        await leave(100)
+        before = heap_bytes()
+        await leave(200)
+        assert heap_bytes() - before < 200 * 1000
 
 
 async def test_cancelling_the_task_cancels_the_call() -> None:

@@ -11,7 +11,7 @@ from pdserve.errors import Unavailable
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import AttemptRecord
 from router.gate import Member
-from router.pool import Job
+from router.jobs import Job
 from tests.e2e.stack import Stack, alone, pair, read_tokens, stack, streaming
 from tests.e2e.watched import engine
 from tests.engine.tiny import prompt

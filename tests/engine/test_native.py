@@ -211,6 +211,23 @@ def test_layers_are_announced_and_cancelled_as_on_the_plain_path() -> None:
     out.logits["r"][0, 3] -= 1.0  # a sampler may
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_layers_in_one_call_are_the_same_to_the_bit_as_one_after_the_other(name: str) -> None:
+    one, apart = (tiny_engine(FAMILIES[name], kernels="native", page_size=4, pages=64) for _ in range(2))
+    pages = {"a": tuple(range(20)), "b": tuple(range(20, 40))}
+    steps = [{"a": (0, 70), "b": (0, 9)}, {"a": (70, 71), "b": (9, 10)}, {"b": (10, 30), "a": (71, 72)}]
+    told: list[int] = []
+    for ranges in steps:
+        ids = {key: prompt(80, seed=len(key)) for key in ranges}
+        plan = StepPlan(tuple(Chunk(k, ids[k][i:j], i, pages[k], "all") for k, (i, j) in ranges.items()))
+        expected, output = apart.step(plan, on_layer=told.append), one.step(plan)
+        assert output.counters == expected.counters and output.written == expected.written
+        for key in ranges:
+            assert torch.equal(output.logits[key], expected.logits[key])
+    assert told == list(range(apart.spec.layers)) * len(steps)
+    assert torch.equal(one.cache.storage, apart.cache.storage)
+
+
 @pytest.mark.parametrize(
     "config, word",
     [({"dtype": "float64"}, "float64"), ({"deterministic": True}, "deterministic"), ({"kv_dtype": "fp16"}, "fp16")],

@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.engine.checks import TOLERANCES, relative_error
 from pdserve.engine.native import build, choice
-from pdserve.engine.native.build import Recipe
+from pdserve.engine.native.build import Built, Recipe
 from pdserve.engine.plan import Chunk
 from pdserve.errors import ConfigError
 from tests.engine.tiny import prompt, run, tiny_engine
@@ -53,6 +53,35 @@ def test_a_library_is_compiled_once_and_kept(quick: Recipe, monkeypatch: pytest.
     first, second = build.build(quick), build.build(quick)
     assert (first.compiled, second.compiled) == (True, False) and first.path == second.path
     assert build.kept(quick) == first.path
+
+
+def test_what_a_killed_process_was_building_in_is_removed_and_what_lives_is_not(
+    quick: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def held(recipe: Recipe, target: Path) -> None:
+        compiling.set()
+        assert go_on.wait(60)
+        assert target.parent.is_dir(), "others waited"
+        compile_nothing(recipe, target)
+
+    build.kernels_folder().mkdir(mode=0o700, parents=True)
+    killed = build.kernels_folder() / ".building-killed"
+    killed.mkdir()
+    (killed / "half a library").write_bytes(b"x")
+    monkeypatch.setattr(build, "_compile", held)
+    made: list[Built] = []
+    recipes = (quick, replace(quick, digest="1" * 64))
+    builders = [threading.Thread(target=lambda of=of: made.append(build.build(of))) for of in recipes]
+    for builder in builders:
+        builder.start()
+    assert compiling.wait(60) and not killed.exists()
+    go_on.set()
+    for builder in builders:
+        builder.join(60)
+    assert [each.compiled for each in made] == [True, True]
+    assert sorted(path.name for path in build.kernels_folder().iterdir()) == ["0" * 64, "1" * 64, "lock"]
 
 
 @pytest.mark.parametrize("harm", ["content", "digest", "writable", "folder"])

@@ -164,6 +164,20 @@ async def test_a_router_restart_is_survived() -> None:
     await servers[1].stop()
 
 
+async def test_a_worker_that_stops_after_its_registry_warns_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    add_registry(server, MemoryRegistry())
+    registry = RpcRegistry(await server.start(), timeout_s=1.0)
+    heartbeat = Heartbeat(registry, record, NEVER)
+    await heartbeat.start()
+    await server.stop()
+    with caplog.at_level(logging.INFO, "pdserve.registry.heartbeat"):
+        await heartbeat.stop()
+    (told,) = (r for r in caplog.records if r.name == "pdserve.registry.heartbeat")
+    assert told.levelno == logging.INFO and "could not deregister decode-a" in told.getMessage()
+    await registry.close()
+
+
 @pytest.mark.redis
 async def test_stop_is_bounded_when_redis_hangs(redis_server: RedisServer) -> None:
     registry = RedisRegistry(redis_server.url, timeout_s=30.0)

@@ -30,7 +30,8 @@ from prefill_worker.worker import PrefillWorker
 from router.app import Router
 from router.backlog import Event
 from router.gate import Member, group_key
-from router.pool import Job, Pool
+from router.jobs import Job
+from router.pool import Pool
 from router.request import Ask, TokenPrompt
 from router.settings import RouterSettings
 from tests.engine.tiny import spec, tiny_model

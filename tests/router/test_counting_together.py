@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.registry.quota_notes import Usage
-from router.quotas import REMEMBER_S, Quotas
+from router.quotas import MAX_OTHERS, REMEMBER_S, Quotas
 from tests.clock import Clock
 from tests.router.test_quotas import a_request, quotas, refused
 
@@ -118,6 +118,22 @@ def test_a_router_that_is_gone_is_forgotten(clock: Clock) -> None:
         clock.now += REMEMBER_S / 10
         made.learn(b"gone", gone, age_s=clock.now - 100.0)
     assert refused(made, a_request()) is None
+
+
+def test_what_a_forgotten_router_used_is_counted_once_when_it_is_heard_of_again(clock: Clock) -> None:
+    """As where more of them tell than are remembered."""
+    one, two = two_that_met(clock, requests_per_minute=6)
+    assert [refused(one, a_request()) for _ in range(2)] == [None] * 2
+    tell_each_other(one, two)
+    for number in range(MAX_OTHERS):
+        two.learn(b"another %d" % number, {})
+    assert refused(two, a_request()) is None  # three of six
+    for _ in range(2):
+        tell_each_other(one, two)
+    assert refused(one, a_request()) is None
+    tell_each_other(one, two)
+    assert [refused(two, a_request()) for _ in range(2)] == [None] * 2
+    assert reason(two) == "TENANT_REQUESTS", "six in this minute"
 
 
 def test_others_use_is_waited_out_and_never_for_longer_than_two_minutes(clock: Clock) -> None:

@@ -19,8 +19,9 @@ from pdserve.registry.records import Load
 from pdserve.request import SamplingParams
 from pdserve.rpc.status import to_detail
 from router.gate import Pair
+from router.jobs import Job
 from router.overload import OVERLOADED, Overload, place_wait_s
-from router.pool import Job, Pool
+from router.pool import Pool
 from router.record import Account
 from router.request import Request
 from router.settings import RouterSettings

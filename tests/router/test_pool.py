@@ -10,7 +10,8 @@ import pytest
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.records import DECODE, DRAINING, PREFILL, READY, STALLED, STARTING, Load
 from router.gate import Gate
-from router.pool import Job, Pool, corrected
+from router.jobs import Job, corrected
+from router.pool import Pool
 from tests.clock import Clock
 from tests.router.support import MODEL, member, ready, record
 

@@ -16,7 +16,7 @@ from pdserve.errors import Exhausted, InvalidRequest
 from pdserve.registry.quota_notes import Usage, note_of, parts_of, read_note
 from pdserve.registry.redis import RedisRegistry
 from pdserve.registry.redis_board import MAX_NOTE_BYTES
-from pdserve.registry.redis_latest import KEEP_S, MAX_NOTES
+from pdserve.registry.redis_latest import KEEP_S, MAX_NAMES, MAX_NOTES
 from pdserve.registry.settings import RegistrySettings
 from pdserve.request import SamplingParams
 from router.app import Router
@@ -202,7 +202,7 @@ async def test_what_no_router_wrote_is_left_out_and_counted(
             assert share.ignored == 2 * len(odd) + 4
             assert len([r for r in caplog.records if "somebody else writes" in r.getMessage()]) == 1, "said once"
             # Another kind of key, and one that was filled up: begun anew.
-            for fill in ("a text", [b"%d" % n for n in range(MAX_NOTES)]):
+            for fill in ("a text", [b"%d" % n for n in range(MAX_NAMES)]):
                 if isinstance(fill, str):
                     client.set("pdserve:quotas", fill)
                 else:
@@ -245,6 +245,25 @@ async def test_of_however_many_tenants_all_are_told_of(redis_server: RedisServer
     finally:
         for registry in registries:
             await registry.close()
+
+
+async def test_of_more_notes_than_one_exchange_reads_none_stays_unread(redis_server: RedisServer) -> None:
+    """Twenty-one routers that each need sixty notes."""
+    registry = RedisRegistry(redis_server.url)
+    try:
+        routers = [registry.latest() for _ in range(21)]
+        for router in routers:
+            await router.exchange([b""] * 60)
+        for reader in (routers[0], routers[-1]):
+            heard: set[bytes] = set()
+            for _ in range(25):
+                found = await reader.exchange([b""] * 60)
+                heard |= {note.by for note in found}
+                assert len(found) <= MAX_NOTES
+            assert len(heard) == 20 * 60 > MAX_NOTES
+            assert reader.dropped == 0
+    finally:
+        await registry.close()
 
 
 def test_a_part_fits_into_a_note_whatever_is_used_and_never_changes() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import pytest_asyncio
@@ -18,7 +19,10 @@ from pdserve.client import AsyncClient, Placement, Worker
 from pdserve.client.status import Contract, WorkerLoad
 from pdserve.errors import PdserveError, PermissionDenied
 from pdserve.request import SamplingParams
+from pdserve.rpc.channel import channel
+from pdserve.rpc.status import from_rpc_error
 from pdserve.rpc.tls import CLIENT, OPERATOR, WORKER
+from pdserve.v1 import operator_pb2, operator_pb2_grpc
 from router.app import Router
 from router.tenants import Tenant
 from router.ui_pages import MAX_VIEWERS, _Viewing
@@ -170,6 +174,46 @@ async def test_an_operators_certificate_opens_them_and_another_one_alone_does_no
                 assert (await first_event(http))[0] == expected, role
     finally:
         await router.stop()
+
+
+async def test_an_operators_certificate_does_for_adapters_and_the_doctor_as_it_does_for_status(tmp_path: Path) -> None:
+    """Beside any key: gRPC asks everybody for one."""
+    folder = make_certificates(tmp_path)
+    settings = router_settings(rpc=rpc_of(folder, "router"), tenants=TENANTS, operators=("acme",))
+    router = Router(settings)
+    await router.start()
+    try:
+        for role, key, reason in (
+            (OPERATOR, ZETA, None),
+            (OPERATOR, WRONG, "INVALID_API_KEY"),
+            (OPERATOR, "", "MISSING_API_KEY"),
+            (CLIENT, ACME, "ROLE"),
+            (WORKER, ACME, "ROLE"),
+        ):
+            async with AsyncClient(router.address, rpc_of(folder, role), api_key=key) as client:
+                assert await reason_of(client.adapters()) == reason, (role, key)
+            async with channel(router.address, rpc_of(folder, role), peer="router") as link:
+                stub: Any = operator_pb2_grpc.OperatorStub(link)
+                metadata = (("authorization", f"Bearer {key}"),) if key else ()
+                call = stub.Examine(operator_pb2.ExamineRequest(), timeout=10.0, metadata=metadata)
+                assert await reason_of(first_of(call, router.address)) == reason, (role, key)
+    finally:
+        await router.stop()
+
+
+async def reason_of(work: Awaitable[object]) -> str | None:
+    try:
+        await work
+    except PdserveError as error:
+        return error.reason
+    return None
+
+
+async def first_of(call: AsyncIterator[Any], address: str) -> None:
+    try:
+        await anext(call.__aiter__())
+    except grpc.RpcError as error:
+        raise from_rpc_error(error, address) from None
 
 
 async def test_a_request_is_told_of_without_its_text_and_other_tenants_are_only_an_operators_to_see(

@@ -29,8 +29,12 @@ from pdserve.errors import ConfigError
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi")
 LIMIT_S = 300  # of one compilation
-_SOURCES = ("abi.h", "simd.h", "dots.h", "panels.h", "products.h", "tasks.h", "attention.h", "kernels.cpp")
+_SOURCES = (
+    *("abi.h", "simd.h", "dots.h", "panels.h", "products.h", "tasks.h", "pages.h", "decode.h", "prefill.h"),
+    *("attention.h", "kernels.cpp"),
+)
 _LIBRARY, _DIGEST = "kernels.so", "kernels.sha256"
+_BUILDING = ".building-"  # begins the names of folders that are built in
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +137,12 @@ def _one_builder() -> Iterator[None]:
 
 @contextmanager
 def _fresh_folder(recipe: Recipe) -> Iterator[tuple[Path, Path | None]]:
-    """A folder to build in, and the library that another process has made meanwhile."""
-    folder = Path(tempfile.mkdtemp(prefix=".building-", dir=kernels_folder()))
+    """A folder to build in, and the library that another process has made meanwhile. Under the lock of `_one_builder`:
+    what others were building in is left of a process that was killed.
+    """
+    for left in kernels_folder().glob(f"{_BUILDING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=kernels_folder()))
     try:
         yield folder, kept(recipe)
     except OSError as error:

@@ -2,9 +2,12 @@
 
     plain      the configuration or the model asks for it (`why` says what); if only the model does, its products are
                the kernels' all the same
-    building   plain torch serves; a thread waits for the compiler
+    building   plain torch serves; a thread waits for the compiler, or the weights are being laid out
     native     the kernels serve; the change falls between two steps, once
-    failed     plain torch serves, because the kernels could not be built (`why`)
+    failed     plain torch serves, because the kernels could not be built, or the weights not be laid out (`why`)
+
+The weights are laid out at once before an engine serves. Where the kernels come later, some are before each step, and
+plain torch computes with those that are and those that are not, so that no step looks like one that hangs.
 
 Under kernels = native an engine is never in another state than native: it waits, or refuses to start.
 """
@@ -13,19 +16,23 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from pdserve.engine.native import library
 from pdserve.engine.native.build import Built, Recipe, build, find_recipe, kept
-from pdserve.engine.native.path import NativePath, why_not
+from pdserve.engine.native.path import NativePath, layer_packer, why_not
 from pdserve.engine.native.products import Products, why_none
 from pdserve.engine.plain import PlainPath
 from pdserve.engine.plan import EngineConfig
 from pdserve.errors import ConfigError
 
 CHOICES = ("auto", "plain", "native")
+BYTES_A_STEP = 256 * 1024**2
+"""Of weights that are laid out before a step of an engine that serves, and the layer that passes it: under a second."""
 
 log = logging.getLogger(__name__)
 _builds: dict[Recipe, Future[Built]] = {}  # of this process: engines of one recipe share one
@@ -54,8 +61,14 @@ class Kernels:
             raise ConfigError(f"unknown choice {config.kernels!r}", field="kernels", remedy=f"use {', '.join(CHOICES)}")
         self._plain = plain
         self._library: ctypes.CDLL | None = None
-        self._native: NativePath | None = None  # of the library; made when a step first needs it
-        self._products: Products | None = None  # in its place, where the kernels do not know the model as a whole
+        self._native: NativePath | None = None  # of the library, once all weights are packed
+        self._products: Products | None = (
+            None  # packs the weights; all there is where the kernels do not know the model
+        )
+        self._packing: Iterator[None] | None = None  # the rest of it
+        self._bytes_a_step = math.inf
+        self._insisting = config.kernels == "native"
+        self._refusal: ConfigError | None = None  # why there is nothing that may compute
         self._wanted: Future[Built] | None = None
         self._compilations = self._native_steps = self._plain_steps = 0
         self._state, self._why = "plain", "kernels = plain"
@@ -80,21 +93,21 @@ class Kernels:
         return f"plain ({self._declined}), products native {level}" if self._declined else f"native {level}"
 
     def current(self) -> PlainPath | NativePath:
-        """What computes now; adopts a library that has been built meanwhile.
+        """What computes now; adopts a library that has been built meanwhile, and packs some of the weights.
 
-        The weights are packed here and not when the engine is made: whoever made it holds its model until then, and
-        every weight would be there twice.
+        They are packed here and not when the engine is made: whoever made it holds its model until then, and every
+        weight would be there twice. Raises ConfigError under native, when there is no memory for it.
         """
         if self._wanted is not None and self._wanted.done():
-            self._finish(self._wanted)
-        if self._library is not None and self._native is None and self._products is None:
-            plain = self._plain
-            if self._declined:
-                self._products = Products(self._library, plain.decoder)
-                self._products.pack(plain.decoder)
-            else:
-                self._native = NativePath(self._library, plain.decoder, plain.cache, plain.rotary)
+            self._finish(self._wanted, BYTES_A_STEP)
+        self._pack(self._bytes_a_step)
         return self._native or self._plain
+
+    def prepare(self) -> None:
+        """As `current`, with all weights packed if there is a library now: for an engine that does not serve yet."""
+        if self._wanted is not None and self._wanted.done():
+            self._finish(self._wanted, math.inf)
+        self._pack(math.inf)
 
     def count(self, path: PlainPath | NativePath) -> None:
         """Counts a step on the path that ran it."""
@@ -126,22 +139,63 @@ class Kernels:
             self._state, self._why = "building", "until the native kernels are compiled"
         self._wanted = _in_background(recipe)
 
-    def _finish(self, wanted: Future[Built]) -> None:
-        self._wanted = None
+    def _finish(self, wanted: Future[Built], bytes_a_step: float) -> None:
+        self._wanted, self._bytes_a_step = None, bytes_a_step
         try:
             self._adopt(wanted.result())
         except ConfigError as error:
             self._fail(error)
+            return
+        if not self._declined:
+            self._state, self._why = "building", "until the weights are laid out for the native kernels"
+
+    def _pack(self, most: float) -> None:
+        """So many bytes of the weights, and what is left of a layer. After an error the decoder stays as it is then."""
+        if self._refusal is not None:
+            raise self._refusal
+        if self._packing is None or self._products is None:
+            return
+        before, plain = self._products.packed_bytes, self._plain
+        try:
+            for _ in self._packing:
+                if self._products.packed_bytes - before >= most:
+                    return
+            self._packing = None
+            if not self._declined and self._library is not None:
+                self._native = NativePath(self._library, plain.decoder, plain.cache, plain.rotary)
+        except (MemoryError, RuntimeError) as error:  # torch's word for memory that is not there is the latter
+            self._give_up(error)
+            return
+        if not self._declined:
+            self._state, self._why = "native", ""
+
+    def _give_up(self, error: Exception) -> None:
+        """No memory for a weight in its new order. Under native every later attempt says so again."""
+        reason = ConfigError(
+            f"no memory to lay the weights out for the native kernels: {error}",
+            field="kernels",
+            remedy="give it more memory, or use plain",
+        )
+        if self._insisting:
+            self._refusal = reason
+            raise reason from error
+        self._packing = self._library = None
+        self._fail(reason)
 
     def _adopt(self, built: Built) -> None:
         self._library = library.load(built.path)
         self._compilations += built.compiled
+        self._products = products = Products(self._library, self._plain.decoder)
+        decoder = self._plain.decoder
+        self._packing = products.pack(decoder, *([] if self._declined else [layer_packer(products, decoder.spec)]))
         if not self._declined:
             self._state, self._why = "native", ""
         log.info("kernels: %s", self.describe())
 
     def _fail(self, error: Exception) -> None:
-        if not self._declined:
+        if self._declined:
+            self._why = f"{self._declined}; its products, too: {error}"
+        else:
             self._state, self._why = "failed", str(error)
         log.warning("plain torch serves: %s", error)
 

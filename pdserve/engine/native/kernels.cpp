@@ -1,4 +1,4 @@
-// One decoder layer in three calls, and the logits: what pdserve/engine/model.py says in torch.
+// One decoder layer in three calls, all layers in one, and the logits: what pdserve/engine/model.py says in torch.
 //
 //     attention_inputs    norm, q k v, q/k norm, rotation, k and v into the cache pages
 //     attention           over the pages (attention.h)
@@ -254,7 +254,7 @@ static void with_types(const Model& m, F f) {
 
 extern "C" {
 
-int32_t pdserve_abi() { return 2; }
+int32_t pdserve_abi() { return 3; }
 
 // The instructions the library was built with: 2 bf16 products, 1 AVX-512, 0 portable.
 int32_t pdserve_level() {
@@ -289,6 +289,21 @@ void pdserve_attention_output(const Model* m, const Layer* l, const Step* s, con
     with_types(*m, [&](auto* xt, auto* wt, auto*) {
         using X = TYPE(xt);
         attention_output<X, TYPE(wt)>(*m, *l, *s, (const X*)x, (const X*)o, (X*)out);
+    });
+}
+
+// All layers, from x to x; stored [count]: rows that each put into its pages.
+void pdserve_layers(const Model* m, const Layer* layers, int32_t count, Step* s, void* x, void* q, void* k, void* v, void* o, int32_t* stored) {
+    with_types(*m, [&](auto* xt, auto* wt, auto* kt) {
+        using X = TYPE(xt);
+        using W = TYPE(wt);
+        using KV = TYPE(kt);
+        for (int i = 0; i < count; i++) {
+            attention_inputs<X, W, KV>(*m, layers[i], *s, (const X*)x, (X*)q, (X*)k, (X*)v);
+            stored[i] = s->stored;
+            attend<X, KV>(*m, layers[i], *s, (const X*)q, (X*)o);
+            attention_output<X, W>(*m, layers[i], *s, (const X*)x, (const X*)o, (X*)x);
+        }
     });
 }
 

@@ -11,7 +11,7 @@ import torch
 
 from pdserve.errors import ConfigError
 
-ABI = 2
+ABI = 3
 KINDS = {"none": 0, "rms": 1, "layer": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
@@ -71,6 +71,7 @@ _FUNCTIONS = {
     "pdserve_attention_inputs": (None, (_MODEL, _LAYER, _STEP, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pdserve_attention": (None, (_MODEL, _LAYER, _STEP, c_void_p, c_void_p)),
     "pdserve_attention_output": (None, (_MODEL, _LAYER, _STEP, c_void_p, c_void_p, c_void_p)),
+    "pdserve_layers": (None, (_MODEL, _LAYER, c_int32, _STEP, *[c_void_p] * 6)),
     "pdserve_linear": (None, (_MODEL, _STEP, POINTER(Matrix), c_void_p, c_void_p)),
     "pdserve_logits": (None, (_MODEL, _STEP, POINTER(Norm), POINTER(Matrix), c_void_p, c_void_p)),
 }

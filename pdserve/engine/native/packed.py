@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.engine.large_pages import Room
 from pdserve.engine.native import library as c
 from pdserve.engine.parts import Linear, QuantizedLinear
 
@@ -66,10 +67,13 @@ class PackedRows:
         return cells.flatten(1)[:, : self.shape[1]].contiguous()
 
 
-def packed(product: Linear | QuantizedLinear, apply: Apply, pair: int, parts: int = 1, group: int = 0) -> PackedLinear:
-    """The product in panels.
+def packed(
+    product: Linear | QuantizedLinear, apply: Apply, room: Room, pair: int, parts: int = 1, group: int = 0
+) -> PackedLinear:
+    """The product in panels. Raises MemoryError.
 
     Args:
+        room: where the panels lie.
         pair: inputs of a cell.
         parts: so many matrices of as many outputs each, stacked.
         group: outputs that one task computes; 0: those of a panel.
@@ -80,7 +84,7 @@ def packed(product: Linear | QuantizedLinear, apply: Apply, pair: int, parts: in
         outputs, inputs = weight.shape
         rows = slice(number * outputs, (number + 1) * outputs)
         lanes = _even_lanes(group) if group else _lanes(outputs, torch.get_num_threads())
-        panels = pack(weight, group or lanes, lanes, pair)
+        panels = pack(weight, group or lanes, lanes, pair, room)
         scale, bias = (None if t is None else t[rows].detach().float().contiguous() for t in (scales, product.bias))
         kept += [t for t in (panels, scale, bias) if t is not None]
         address = [None if t is None else t.data_ptr() for t in (panels, scale, bias)]
@@ -88,14 +92,14 @@ def packed(product: Linear | QuantizedLinear, apply: Apply, pair: int, parts: in
     return PackedLinear(tuple(matrices), tuple(kept), apply)
 
 
-def pack(weight: Tensor, group: int, lanes: int, pair: int) -> Tensor:
+def pack(weight: Tensor, group: int, lanes: int, pair: int, room: Room) -> Tensor:
     """weight [outputs, inputs] -> [panels, cells, lanes, pair]; zeros where these are not full."""
     outputs, inputs = weight.shape
     groups, each, cells = -(-outputs // group), -(-group // lanes), -(-inputs // pair)
     grouped = _filled(weight, groups * group, cells * pair).view(groups, group, -1)
     whole = _filled(grouped, each * lanes, cells * pair).view(groups * each, lanes, cells, pair)
     with torch.inference_mode(False):
-        panels = torch.empty(groups * each, cells, lanes, pair, dtype=weight.dtype)
+        panels = room.take((groups * each, cells, lanes, pair), weight.dtype)
         of_cells = {1: torch.int8, 2: torch.int16, 4: torch.int32}[pair * weight.element_size()]
         panels.view(of_cells).copy_(whole.view(of_cells).transpose(1, 2))  # a cell is moved as one number
     return panels

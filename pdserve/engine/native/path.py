@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import byref
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +63,7 @@ def why_not(spec: ModelSpec, config: EngineConfig) -> str:
 class NativePath:
     """Makes the steps of one engine by the kernels. Holds pointers into the decoder's weights and the cache.
 
-    Packs the decoder's weights: in it, each product becomes a PackedLinear.
+    The decoder's weights are packed: see `layer_packer`.
     """
 
     def __init__(self, library: ctypes.CDLL, decoder: Decoder, cache: PagedCache, rotary: RotaryTable | None) -> None:
@@ -70,14 +72,14 @@ class NativePath:
         self.dtype = decoder.embedding.dtype
         self.model = self._model(decoder.spec)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._pack()
-        self.layers = [self._layer(index) for index in range(decoder.spec.layers)]
+        layers = [self._layer(index) for index in range(decoder.spec.layers)]
+        self.layers = (c.Layer * len(layers))(*layers)
         self.layer_refs = [byref(layer) for layer in self.layers]
         self.final_norm = self._norm(decoder.final_norm)
         self.head = _matrix(decoder.head)
 
-    def begin(self, batch: Batch, keep: bool) -> _NativeStep:
-        return _NativeStep(self, batch, keep)
+    def begin(self, batch: Batch, keep: bool) -> NativeStep:
+        return NativeStep(self, batch, keep)
 
     def embed(self, batch: Batch) -> Tensor:
         return self.decoder.embed(batch.ids, batch.positions).contiguous()
@@ -130,14 +132,6 @@ class NativePath:
             sin=self.rotary.sin.data_ptr() if self.rotary is not None else None,
         )
 
-    def _pack(self) -> None:
-        """q, k and v head by head, gate and up apart; the rest as any product."""
-        decoder, products = self.decoder, Products(self.library, self.decoder)
-        for index, layer in enumerate(decoder.layers):
-            qkv = products.packed(layer.qkv, group=decoder.spec.head_dim)
-            decoder.layers[index] = replace(layer, qkv=qkv, up=products.packed(layer.up, parts=1 + self.model.gated))
-        products.pack(decoder)
-
     def _layer(self, index: int) -> c.Layer:
         layer, planes = self.decoder.layers[index], self.cache.planes[index]
         *gate, up = layer.up.matrices if isinstance(layer.up, PackedLinear) else ()
@@ -169,13 +163,24 @@ class NativePath:
         return self._kept[-1].data_ptr()
 
 
+def layer_packer(products: Products, spec: ModelSpec) -> Callable[[Any], Any]:
+    """For `Products.pack`: q, k and v head by head, gate and up apart; the rest is packed as any product."""
+    gated = spec.mlp == "gated"
+
+    def packed(layer: Any) -> Any:
+        qkv = products.packed(layer.qkv, group=spec.head_dim)
+        return replace(layer, qkv=qkv, up=products.packed(layer.up, parts=1 + gated))
+
+    return packed
+
+
 def _matrix(product: Product | None) -> c.Matrix:
     if not isinstance(product, PackedLinear):
         raise Internal("a weight that is not packed", field="kernels")
     return product.matrices[0]
 
 
-class _NativeStep:
+class NativeStep:
     """`keep`: every layer's tensors stay as they are, for a trace; otherwise the next layer writes over them."""
 
     def __init__(self, path: NativePath, batch: Batch, keep: bool) -> None:
@@ -196,6 +201,15 @@ class _NativeStep:
         self._step.places, self._step.first_row = batch.places.data_ptr(), first_row.data_ptr()
         self._step.tables, self._step.table_at = pages.data_ptr(), table_at.data_ptr()
         self._model, self._ref = byref(path.model), byref(self._step)
+
+    def layers(self, x: Tensor) -> None:
+        """All of them, in place, in one call: a step that nobody watches needs no Python between its layers."""
+        q, k, v, o = self._new_room(x)
+        at = [tensor.data_ptr() for tensor in (x, q, k, v, o)]
+        stored = (ctypes.c_int32 * len(self._path.layers))()
+        self._library.pdserve_layers(self._model, self._path.layers, len(stored), self._ref, *at, stored)
+        for layer, rows in enumerate(stored):
+            self._cache.written[layer] += rows
 
     def inputs(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, _ = self._room = self._new_room(x) if self._keep or self._room is None else self._room

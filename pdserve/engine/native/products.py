@@ -5,6 +5,7 @@ steps in which a row has an adapter.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
 from ctypes import byref
 from dataclasses import fields, replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.experts import Expert, Experts
+from pdserve.engine.large_pages import Room
 from pdserve.engine.layer_extras import Beside, LayerInputs, OwnInput
 from pdserve.engine.model import Decoder
 from pdserve.engine.native import library as c
@@ -47,13 +49,21 @@ class Products:
         # Sizes of one product's scratch: a tile may be a head, of the native path's q, k and v.
         self._model = c.Model(width=1, heads=1, kv_heads=1, head_dim=decoder.spec.head_dim, ffn=1, **types)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._room = Room()
+        self.packed_bytes = 0  # so far
 
-    def pack(self, decoder: Decoder) -> None:
-        """Replaces every product of the decoder that is not packed yet, layer by layer: no more is there twice."""
+    def pack(self, decoder: Decoder, first: Callable[[Any], Any] = lambda layer: layer) -> Iterator[None]:
+        """Replaces every product of the decoder that is not packed yet, a layer at a time: no more is there twice.
+
+        `first` packs what a layer wants in another way. Stops after each layer, and each of what is around them.
+        Whenever it stops, for an error, too, the decoder is whole: plain torch computes with either kind of product.
+        """
         for index, layer in enumerate(decoder.layers):
-            decoder.layers[index] = self._packed_parts(layer)
+            decoder.layers[index] = self._packed_parts(first(layer))
+            yield
         for name in ("in_proj", "inputs", "out_proj", "head"):
             setattr(decoder, name, self._packed_part(getattr(decoder, name)))
+            yield
         head = decoder.head
         if decoder.spec.tied_head and not decoder.quantized and isinstance(head, PackedLinear):
             decoder.embedding = PackedRows(head.kept[0], (head.matrices[0].outputs, head.matrices[0].inputs))
@@ -62,7 +72,9 @@ class Products:
         """Raises Internal for what is not a product in torch."""
         if not isinstance(product, Linear | QuantizedLinear):
             raise Internal("a product that is padded, packed or not there", field="kernels")
-        return packed(product, self._apply, c.pair(self._library, self._dtype), parts, group)
+        made = packed(product, self._apply, self._room, c.pair(self._library, self._dtype), parts, group)
+        self.packed_bytes += sum(tensor.nbytes for tensor in made.kept)
+        return made
 
     def _packed_part(self, part: Any) -> Any:
         if isinstance(part, self._kind):

@@ -73,7 +73,7 @@ struct Scratch {
     long bytes;
 
     Scratch(const Model& m, int threads, long rows, long ones = 0, long longest = 0) {
-        // A thread needs one of these at a time: a product's tile and widened panel; or what attention.h lays out.
+        // A thread needs one of these at a time: a product's tile and widened panel; or what attention lays out.
         long inputs = std::max({m.width, m.ffn, m.heads * m.head_dim});
         long product = TASK_ROWS * tile_columns(m) + wide_floats<float>(inputs);
         long wide = rounded(m.head_dim, PANEL), queries = long(task_queries(m)) * group(m);

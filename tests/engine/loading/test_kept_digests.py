@@ -179,6 +179,28 @@ class Changing(CheckpointFiles):
         return made
 
 
+class Meanwhile(CheckpointFiles):
+    """Another load of the same checkpoint begins and ends while its tensors are hashed."""
+
+    def _hash(self, tensors: Any) -> dict[str, bytes]:
+        for path in self._stamps:
+            before = names(path.parent)
+            load(path)
+            assert before - names(path.parent) == set(), "what lives is left alone"
+        return super()._hash(tensors)
+
+
+def test_what_a_killed_process_left_goes_with_the_next_load_and_what_lives_is_left_alone(checkpoint: Path) -> None:
+    kept = kept_path(checkpoint)
+    killed = [kept.with_name(f"{kept.name}-{name}") for name in ("killed", "killed_too")]
+    for left in killed:
+        left.touch(0o600)
+    other = kept.with_name(f"{kept.name}.of-somebody")
+    other.touch()
+    load_model(checkpoint, "fp32", files=Meanwhile(settled_s=0.0))
+    assert names(checkpoint.parent) == {checkpoint.name, kept.name, other.name}
+
+
 def test_a_file_that_changes_while_it_is_loaded_is_refused_and_not_kept(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="changed") as caught:
         load_model(checkpoint, "fp32", files=Changing(settled_s=0.0))
