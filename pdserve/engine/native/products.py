@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.experts import Expert, Experts
-from pdserve.engine.large_pages import Room
+from pdserve.engine.large_pages import Room, trim_heap
 from pdserve.engine.layer_extras import Beside, LayerInputs, OwnInput
 from pdserve.engine.model import Decoder
 from pdserve.engine.native import library as c
@@ -60,9 +60,12 @@ class Products:
         """
         for index, layer in enumerate(decoder.layers):
             decoder.layers[index] = self._packed_parts(first(layer))
+            del layer
+            trim_heap()  # of what the layer was before
             yield
         for name in ("in_proj", "inputs", "out_proj", "head"):
             setattr(decoder, name, self._packed_part(getattr(decoder, name)))
+            trim_heap()
             yield
         head = decoder.head
         if decoder.spec.tied_head and not decoder.quantized and isinstance(head, PackedLinear):
