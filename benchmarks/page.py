@@ -46,10 +46,15 @@ def page(template: str, folder: Path) -> str:
 
 
 def table(rows: Sequence[Row], prefix: str = "") -> str:
-    """The columns that any row has; the common prefix of the names is left out."""
+    """The columns that any row has; the common prefix of the names heads the first column instead."""
     judged = any(row["goal"] is not None for row in rows)
     compared = any(row["peer"] is not None for row in rows)
-    head = ["", "measured", *(["peer", "ratio"] if compared else []), *(["goal", ""] if judged else [])]
+    head = [
+        prefix.strip(" ,:"),
+        "measured",
+        *(["peer", "ratio"] if compared else []),
+        *(["goal", ""] if judged else []),
+    ]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         name = row["name"].removeprefix(prefix).lstrip(" ,:") or row["name"]
