@@ -64,7 +64,7 @@ async def test_without_a_pair_that_has_its_version_an_answer_ends_with_an_error(
                 begun = await read_tokens(events, 3)
                 holder = busy(it)
                 await it.client.load_adapter("red", "crimson")
-                others = [worker for worker in it.decodes if worker is not holder]
+                others = [worker for worker in (*it.prefills, *it.decodes) if worker is not holder]
                 await it.until(lambda: not any(made.digest("red") in worker.adapters for worker in others))
                 await it.until(lambda: not any(_has(it, worker.worker_id, made.digest("red")) for worker in others))
                 lose(holder)
