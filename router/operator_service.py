@@ -14,6 +14,7 @@ import grpc
 
 from pdserve.errors import PdserveError, Refused
 from pdserve.registry.records import Registry
+from pdserve.registry.redis import RedisRegistry
 from pdserve.registry.timed import timed_snapshot
 from pdserve.rpc.convert import attempt_to_proto
 from pdserve.rpc.deadline import limit_of, remaining_s
@@ -54,7 +55,7 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
         self._channels = channels
         self._settings = settings
         self._authenticator = authenticator
-        self._registry = registry
+        self._registry = registry.reader() if isinstance(registry, RedisRegistry) else registry
 
     async def Examine(
         self, request: operator_pb2.ExamineRequest, context: Context

@@ -78,7 +78,7 @@ class PagedCache:
     """
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, staging: Staging | None = None) -> None:
-        """staging: how rows move between pages and the host; by default what the device needs."""
+        """staging: how rows move between pages and the host; by default what the device needs. Raises ConfigError."""
         if config.axis_order not in ("hnd", "nhd"):
             raise ConfigError(f"unknown order {config.axis_order!r}", field="axis_order", remedy="use hnd or nhd")
         for name in ("pages", "page_size"):
@@ -90,7 +90,11 @@ class PagedCache:
         self.dtype_name = config.kv_dtype or config.dtype
         self.dtype = torch_dtype(self.dtype_name, "kv_dtype")
         slots = (config.pages + 1) * config.page_size
-        self._storage = Storage(spec.planes(), slots, self.heads_first, self.dtype, config.device)
+        try:
+            self._storage = Storage(spec.planes(), slots, self.heads_first, self.dtype, config.device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            told = f"no memory for {config.pages} pages of {config.page_size} tokens: {error}"
+            raise ConfigError(told, field="pages", remedy="use fewer, or give it more memory") from error
         self.storage, self.planes = self._storage.whole, self._storage.planes
         self._slot_axis = 3 if self.heads_first else 2  # of a block of layers
         self.staging = staging or staging_for(self.storage.device)

@@ -4,6 +4,7 @@ page entries. The system may give small pages all the same. What is not written 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -58,7 +59,8 @@ class _Stretch:
         except (OSError, OverflowError) as error:
             raise MemoryError(f"{size} bytes: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._mapped.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel that was built without large pages
+                self._mapped.madvise(mmap.MADV_HUGEPAGE)
         self._at = -torch.frombuffer(self._mapped, dtype=torch.uint8).data_ptr() % LARGE_PAGE
         self._end = self._at + size
 

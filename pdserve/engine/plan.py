@@ -24,7 +24,7 @@ class EngineConfig:
     """Of the KV cache; empty: the same as `dtype`."""
 
     pages: int = 1024
-    """Pages of the KV cache. With `page_size` tokens each, they bound what a worker can hold."""
+    """Pages of the KV cache, taken at the start. With `page_size` tokens each, they bound what a worker can hold."""
 
     page_size: int = 16
     """Tokens of a page."""

@@ -20,6 +20,7 @@ does not, so those who are registered stay; a snapshot's does, so routers hear o
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import secrets
@@ -148,6 +149,14 @@ class RedisRegistry:
         """What each router says of its tenants now."""
         return RedisLatest(self._link, self._prefix)
 
+    def reader(self) -> RedisRegistry:
+        """For another reader of snapshots, over the same connections: each hears by itself of a server that lost its
+        memory or gave way to another. Is closed with this one.
+        """
+        other = copy.copy(self)
+        other._birth, other._server, other._known, other._bad = b"", "", {}, {}
+        return other
+
     async def register(self, record: WorkerRecord, again: bool = False) -> None:
         message = record_to_proto(record)
         record_from_proto(message)  # refuse here what a reader would have to skip
@@ -185,10 +194,10 @@ class RedisRegistry:
         too short to be noticed, or another server has taken over: what it knows now may not be who there is.
         """
         keys, new = [self._index, f"{self._prefix}birth"], secrets.token_bytes(16)
+        was, server = self._birth, self._server  # before anybody else's answer: each snapshot under way hears of it
         birth, packed = await self._link.run(self._snapshot, keys, [self._key(""), new])
-        (was, server), now = (self._birth or birth, self._server), self._link.server
-        self._birth, self._server = birth, now
-        if birth != was:
+        self._birth, self._server = birth, (now := self._link.server)
+        if was not in (b"", birth):
             raise self._link.unavailable("it has lost its memory", _WAIT)
         if server not in ("", now):
             raise self._link.unavailable(f"{now} has taken over from {server}", _WAIT)

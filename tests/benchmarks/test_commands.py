@@ -34,7 +34,7 @@ def figures_of(name: str, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "count", "compared"),
     [
-        ("engine", 11, 5),
+        ("engine", 11, 6),
         ("growth", 11, 5),
         ("handoff", 9, 2),
         ("interference", 12, 9),

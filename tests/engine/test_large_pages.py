@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 
 from pdserve.engine.large_pages import LARGE_PAGE, LINE, Room, touch, zeros
 from pdserve.engine.plan import Chunk
+from pdserve.errors import ConfigError
 from tests.engine.tiny import prompt, run, tiny_engine
 
 
@@ -26,6 +29,22 @@ def test_more_than_there_is_is_a_memory_error() -> None:
             zeros(count)
         with pytest.raises(MemoryError):
             Room().take((count,), torch.uint8)
+
+
+def test_a_pool_that_there_is_no_memory_for_names_the_pages() -> None:
+    with pytest.raises(ConfigError, match="no memory for") as raised:
+        tiny_engine(pages=1 << 50)
+    assert raised.value.field == "pages" and raised.value.remedy
+
+
+def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *arguments: int) -> None:
+            raise OSError(22, "Invalid argument")  # as Linux says it, built without transparent huge pages
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    memory = zeros(5)
+    assert memory.data_ptr() % LARGE_PAGE == 0 and not memory.any()
 
 
 def test_tensors_of_a_room_share_no_byte_and_begin_at_a_line() -> None:

@@ -77,6 +77,25 @@ async def test_a_server_that_lost_its_memory_unnoticed_is_unavailable_once(redis
         await each.close()
 
 
+async def test_each_reader_and_each_snapshot_under_way_hears_of_a_lost_memory(
+    shared_redis: RedisServer,
+) -> None:
+    registry = RedisRegistry(shared_redis.url, key_prefix="lost:", timeout_s=5.0)
+    other = registry.reader()
+    await registry.register(record())
+    for reader in (registry, other):
+        assert [live.record.worker_id for live in await reader.snapshot()] == [record().worker_id]
+    async with redis.asyncio.Redis.from_url(shared_redis.url) as client:
+        await client.delete(*[key async for key in client.scan_iter("lost:*")])
+    with pytest.raises(Unavailable, match="memory"):
+        await other.snapshot()
+    found = await asyncio.gather(registry.snapshot(), registry.snapshot(), return_exceptions=True)
+    assert [type(each) for each in found] == [Unavailable, Unavailable]
+    for reader in (registry, other):
+        assert await reader.snapshot() == ()
+    await registry.close()
+
+
 async def test_a_server_that_hangs_is_unavailable_in_bounded_time(redis_server: RedisServer) -> None:
     registry = RedisRegistry(redis_server.url, timeout_s=0.3)
     await registry.register(record())
