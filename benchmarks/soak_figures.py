@@ -87,12 +87,19 @@ def growths(seen: Soak, watch: Watch) -> list[Figure]:
         grown = [found for life in lives if (found := watch.grown(life)) is not None]
         figures.append(Figure(f"{title}: lives long enough to judge", len(grown), "processes"))
         if grown:
-            worst = max(grown, key=lambda each: each.sure)
+            worst = max(grown, key=lambda each: each.in_ten_minutes)
             figures += [
                 Figure(f"{title}: memory", worst.level / MIB, "MiB"),
                 Figure(f"{title}: growth of memory", worst.slope / MIB, "MiB/min"),
                 Figure(f"{title}: its bound (95 %)", worst.bound / MIB, "MiB/min"),
-                Figure(f"{title}: sure growth in ten minutes", 10 * worst.sure, "share", goal=0.02, at_most=True),
+                Figure(f"{title}: of that life, seen for", worst.minutes, "min"),
+                Figure(
+                    f"{title}: sure growth in ten minutes, or in a shorter life",
+                    worst.in_ten_minutes,
+                    "share",
+                    goal=0.02,
+                    at_most=True,
+                ),
             ]
         gained = [each for life in lives if (each := watch.gained(life)) is not None]
         for name in ("descriptors", "threads"):

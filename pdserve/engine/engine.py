@@ -21,6 +21,7 @@ from pdserve.engine.batch import Batch, check_plan, lay_out
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import torch_dtype, wide
 from pdserve.engine.graphs import open_graphs
+from pdserve.engine.large_pages import trim_heap
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.model import Decoder
 from pdserve.engine.native.choice import KernelCounters, Kernels
@@ -82,11 +83,12 @@ class Engine:
 
     def prepare(self) -> None:
         """Lays the weights out for the kernels before anybody steps the engine, and takes the memory of the page pool;
-        otherwise its steps do.
+        otherwise its steps do. Gives back what loading left in the heap.
 
         Raises ConfigError under kernels = native when there is no memory for it.
         """
         self._kernels.prepare()
+        trim_heap()
         self.cache.touch()
 
     def contract(self, tokenizer_digest: bytes = b"", context_limit: int = 0) -> WorkerContract:

@@ -43,6 +43,9 @@ def test_growth_is_the_slope_per_minute_and_sure_only_beyond_its_bound(slope: fl
     found = growth(points)
     assert found.slope == pytest.approx(slope, abs=0.1) and abs(found.slope - slope) <= found.bound + 1e-9
     assert (found.sure > 0) is (slope > 0)
+    assert found.in_ten_minutes == pytest.approx(10 * found.sure)
+    short = growth(points[:60])  # three minutes
+    assert short.in_ten_minutes == pytest.approx(short.sure * 177 / 60)
 
 
 def test_what_a_process_takes_while_it_warms_up_is_no_growth() -> None:
