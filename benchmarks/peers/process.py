@@ -22,6 +22,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
+    "OMP_PROC_BIND": "false",  # where this process is told to bind its threads, vLLM's two processes would share a core
 }
 
 
