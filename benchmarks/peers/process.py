@@ -65,6 +65,8 @@ class PeerProcess:
             stderr=self._log,
             text=True,
         )
+        # A process whose threads are bound (OMP_PROC_BIND) has one core, and so would whom it starts.
+        os.sched_setaffinity(self._process.pid, range(os.cpu_count() or 1))
 
     def __enter__(self) -> Self:
         return self
