@@ -35,6 +35,17 @@ class DecodeRequest:
     prefill_contract: WorkerContract  # this worker's own for a prompt that is computed here
     here: bool = False  # no handoff: this worker computes the prompt itself
     choices: tuple[Output, ...] = ()  # outputs of this prompt, of which only that is handed over; none: one, as above
+    handoff_tokens: int = 0  # that the handoff brings; this worker computes the rest. 0: all
+
+    @property
+    def split(self) -> bool:
+        """The handoff brings the beginning of the prompt only."""
+        return self.handoff_tokens > 0
+
+    @property
+    def handoff_end(self) -> int:
+        """Tokens of `ids` that a handoff brings."""
+        return self.handoff_tokens or len(self.ids)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -75,7 +86,8 @@ def check_request(request: DecodeRequest, limits: Limits) -> Admission:
         NotFound: another model (UNKNOWN_MODEL), or an adapter that is not here (UNKNOWN_ADAPTER).
         Incompatible: prefill's contract differs; names the field.
         InvalidRequest: EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, PROMPT_TOO_LONG, POOL_TOO_SMALL, INVALID_<sampling field>,
-            NO_TOKENIZER, INVALID_OUTPUT_IDS, INVALID_CHOICES.
+            NO_TOKENIZER, INVALID_OUTPUT_IDS, INVALID_CHOICES, INVALID_HANDOFF_TOKENS.
+        Refused: NUMERICS_CHANGED, for a prompt that two workers of different arithmetic would compute together.
     """
     check_served(limits.model, request.model, request.adapter, limits.adapters)
     conversions = check_compatible(request.prefill_contract, limits.contract)
@@ -88,7 +100,9 @@ def check_request(request: DecodeRequest, limits: Limits) -> Admission:
     for output in request.choices or (Output(0, request.output_ids, request.forwarded_tokens),):
         _check_output(output, request.sampling, limit, vocab)
     cache_tokens = len(request.prompt_ids) + limit - 1
-    if request.here:
+    if request.split:
+        _check_split(request, limits)
+    if request.here or request.split:
         if limits.pages_for(cache_tokens) > limits.pages:
             raise _too_small(len(request.prompt_ids), limit, limits, "prompt_ids")
         return Admission(limit, cache_tokens, conversions)
@@ -125,14 +139,16 @@ def output_limit(prompt: int, sampling: SamplingParams, limits: Limits) -> int:
 
 
 def expected_identity(request: DecodeRequest, contract: WorkerContract, held_tokens: int) -> HandoffIdentity:
-    """Which cache must arrive: all of the prompt and the output so far, from `held_tokens` on."""
+    """Which cache must arrive: that of the prompt and the output so far, or of the beginning of both, from
+    `held_tokens` on.
+    """
     return HandoffIdentity(
         contract_digest=contract.digest(),
         adapter_digest=request.adapter,
         tenant=request.tenant,
-        prompt_digest=prompt_digest(request.ids),
+        prompt_digest=prompt_digest(request.ids[: request.handoff_end]),
         start=held_tokens,
-        end=len(request.ids),
+        end=request.handoff_end,
     )
 
 
@@ -166,6 +182,18 @@ def check_same_numerics(prefill_contract: WorkerContract, request: DecodeRequest
             remedy="open a new request for that pair of workers",
             retryable=True,
         )
+
+
+def _check_split(request: DecodeRequest, limits: Limits) -> None:
+    if request.here or not 0 < request.handoff_tokens < len(request.ids):
+        there = "no handoff is wanted" if request.here else f"there are {len(request.ids)} tokens"
+        raise InvalidRequest(
+            f"a handoff cannot bring {request.handoff_tokens} tokens where {there}",
+            reason="INVALID_HANDOFF_TOKENS",
+            field="handoff_tokens",
+            remedy="leave it unset, or leave at least one token to this worker",
+        )
+    check_same_numerics(limits.contract, request)
 
 
 def _check_choices(request: DecodeRequest) -> None:

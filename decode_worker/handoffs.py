@@ -21,8 +21,10 @@ from decode_worker.metrics import Counted
 from decode_worker.scheduler import Scheduler
 from decode_worker.sequence import HANDOFF, FirstLogits, Sequence, State
 from decode_worker.settings import DecodeSettings
+from decode_worker.tail import Arrivals, CountingSink, Tail
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.handover import SequenceSink
+from pdserve.engine.plan import Chunk
 from pdserve.errors import Fenced, PdserveError, Refused
 from pdserve.telemetry.traces import OFF, Traces
 
@@ -127,7 +129,9 @@ class Handoffs:
         handed_out = False
         try:
             await granted.wait()
-            sink = SequenceSink(self._cache, sequence.pages, claim.start, claim.end, claim.kv_dtype)
+            sink: PageSink = SequenceSink(self._cache, sequence.pages, claim.start, claim.end, claim.kv_dtype)
+            if sequence.request.split and not claim.end % self._contract.page_size:
+                sink = self._with_tail(sequence, claim, sink)
             handed_out = True
         finally:
             self._scheduler.withdraw(request)
@@ -136,11 +140,22 @@ class Handoffs:
         sequence.allow(self._settings.receive_s, self._clock())
         return FirstWrite(sink, lambda: loop.call_soon_threadsafe(_receiving, sequence))
 
+    def _with_tail(self, sequence: Sequence, claim: Claim, sink: PageSink) -> PageSink:
+        """From now on the sequence computes the end of its prompt as the beginning arrives."""
+        loop = asyncio.get_running_loop()
+        planes = self._contract.planes
+        arrivals = Arrivals(planes, claim.end - claim.start, lambda: loop.call_soon_threadsafe(self._changed))
+        ids, pages = sequence.ids, sequence.pages[: self._scheduler.blocks.pages_for(len(sequence.ids))]
+        chunk = Chunk(sequence.key, ids[claim.end :], claim.end, pages, adapter=sequence.request.adapter)
+        sequence.tail = Tail(chunk, arrivals, len(planes))
+        return CountingSink(sink, arrivals)
+
     def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:
         """Every byte is right: the sequence may compute. Raises Fenced if it was ended meanwhile."""
         sequence = self._sequence(claim)
         sequence.verified_at = time.monotonic()
-        sequence.first = FirstLogits(logits.dtype, bytes(logits.data))
+        if not sequence.request.split:  # else they are of a token in the middle of the prompt
+            sequence.first = FirstLogits(logits.dtype, bytes(logits.data))
         self.on_verified(sequence.key, logits)
         self.verified_count += 1
         self._counted.handed_over(report.payload_bytes + len(logits.data), report.seconds)

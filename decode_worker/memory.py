@@ -62,12 +62,12 @@ class Memory:
     # -- before the cache is here ------------------------------------------------------------
 
     def pin(self, sequence: Sequence) -> None:
-        """Pins the prefix that is here already, if there may be one more pin. All but the last token at most:
-        that one's logits must be computed, so it travels.
+        """Pins the prefix that is here already, if there may be one more pin. All but the last token of the handoff at
+        most: a handoff brings something, or the logits of the last one.
         """
         if self.lacking:
             return
-        pages, tokens = self.blocks.match(sequence.prefix, len(sequence.ids) - 1)
+        pages, tokens = self.blocks.match(sequence.prefix, sequence.request.handoff_end - 1)
         ungranted = [s for s in self.waiting if not s.pages]
         pinned = len({page for s in ungranted for page in s.held}.union(pages))
         largest = max((self._missing(s, s.held) for s in ungranted), default=0)
@@ -174,6 +174,7 @@ class Memory:
         log.info("%s: preempted, %d tokens were cached", sequence.key, sequence.cached, extra=about(sequence.scope))
         self.publish(sequence)
         self.release(sequence)
+        sequence.tail = None
         sequence.reached, sequence.cached = max(sequence.reached, sequence.cached), 0
         sequence.move(State.PREEMPTED)
         self.counters.preemptions += 1

@@ -145,7 +145,10 @@ class Pipeline:
             self._compute_here(sequence, admission.cache_tokens)
             return sequence, admission, None
         if not sequence.logits_only:
-            self.counted.looked_for(len(sequence.ids), sequence.cached)
+            self.counted.looked_for(sequence.request.handoff_end, sequence.cached)
+        if request.split:
+            sequence.work.asked_at = time.monotonic()
+            sequence.wanted_by = sequence.work.asked_at + (self._settings.first_token_s or math.inf)
         return sequence, admission, self.handoffs.open(sequence)
 
     async def retry(self, sequence: Sequence, prefill_contract: WorkerContract) -> None:
@@ -233,8 +236,10 @@ class Pipeline:
 
     async def _step(self, plan: DecodePlan) -> None:
         began = time.monotonic()
-        spans = [(chunk.start, len(chunk.ids)) for chunk in plan.step.chunks]
+        spans = plan.spans
         self.step_s = self.scheduler.prompts.cost.predict(spans)
+        if plan.tail is not None:
+            plan.tail.began_at = plan.tail.began_at or began
         prefilling = [s for s in self.scheduler.running if s.stepping and s.prefilling]
         for sequence in prefilling:
             sequence.work.began_at = sequence.work.began_at or began
@@ -252,10 +257,13 @@ class Pipeline:
         ended = time.monotonic()
         if spans:
             self.scheduler.prompts.cost.observe(spans, ended - began)
+        if plan.tail is not None:
+            plan.tail.ended_at = ended
         for sequence in prefilling:
             if sequence.key in output.choices or sequence.key in output.kept:  # its token follows
                 sequence.stream.put(prefilled(sequence, plan, ended))
-                self.counted.looked_for(len(sequence.ids), sequence.work.found)
+                if sequence.here:  # else it was looked for when the request came
+                    self.counted.looked_for(len(sequence.ids), sequence.work.found)
         try:
             given = self.scheduler.apply(plan, output)
         except Exception:  # the loop dies of it; the step is over all the same, so nothing may wait for it

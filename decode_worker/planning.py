@@ -1,4 +1,5 @@
-"""What is in the next step: the tokens of the streams, then what is computed again, then prompts. Takes their pages.
+"""What is in the next step: the tokens of the streams, then what is computed again, then layers of the end of a split
+prompt, or parts of prompts. Takes their pages.
 
 Tokens whose logits have come with a handoff go before all that, in a step of their own: sampling them takes a
 millisecond, and in a step with others they would wait for the whole model.
@@ -16,6 +17,7 @@ from decode_worker.memory import Memory
 from decode_worker.prompts import Prompts
 from decode_worker.sequence import Sequence, State
 from decode_worker.step import DecodePlan
+from decode_worker.tail import Tail
 from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.engine.rate import Span
 
@@ -25,16 +27,19 @@ class Planner:
     """See the module's docstring.
 
     Args:
-        running: the scheduler's own list, oldest first.
+        waiting, running: the scheduler's own lists, oldest first.
         max_batch: sequences of one step, prompts not counted.
         recompute_tokens: tokens that one step may compute again, over all sequences.
     """
 
     memory: Memory
+    waiting: list[Sequence]
     running: list[Sequence]
     prompts: Prompts
     max_batch: int
     recompute_tokens: int
+    tail: Tail | None = None
+    """Of the step that runs; the scheduler takes it away after that."""
 
     def plan(self) -> DecodePlan:
         """The oldest sequences whose readers keep up and that have pages; may be empty. They are `stepping` then."""
@@ -43,10 +48,13 @@ class Planner:
         memory.stuck = False
         takes: dict[Sequence, int] = {}  # tokens of the chunk; 0: its logits are here
         self._take_firsts(takes)
+        tail, layers = None, 0
         if not takes:
             self._take_streams(takes)
-            self._take_prompts(takes)
-        if not takes and memory.resume():
+            tail, layers = self._take_tail(takes)
+            if tail is None:
+                self._take_prompts(takes)
+        if not takes and tail is None and memory.resume():
             return self.plan()  # one that stepped back found what it needs among the pins
         chunks = {sequence.key: self._chunk(sequence, take) for sequence, take in takes.items() if take}
         chosen = [s for s in takes if s.key not in chunks or chunks[s.key].logits == "last"]
@@ -56,6 +64,8 @@ class Planner:
             samplers={s.key: s.generation.sampler for s in chosen if not s.choices},
             kept=frozenset(s.key for s in chosen if s.choices),
             copies=memory.copies,
+            tail=tail,
+            tail_layers=layers,
         )
 
     def _take_firsts(self, takes: dict[Sequence, int]) -> None:
@@ -88,11 +98,31 @@ class Planner:
             if sequence.ready and sequence.state not in (State.PREEMPTED, State.PREFILLING):
                 yield sequence
 
+    def _take_tail(self, takes: dict[Sequence, int]) -> tuple[Tail | None, int]:
+        """The oldest tail that can go on, and its layers in this step; it holds its pages until that is over.
+
+        One whose single layer takes too long beside streams waits for them to end, or (its handoff is here) is given up
+        for chunks of the usual size.
+        """
+        beside, streams = _spans(takes), any(sequence.remaining == 1 for sequence in takes)
+        for sequence in (*self.running, *self.waiting):
+            tail = sequence.tail
+            if tail is None or not sequence.ready or tail.ready <= 0:
+                continue
+            layers = self.prompts.layers(tail.span, tail.ready, beside, streams)
+            if layers:
+                self.memory.blocks.retain(tail.owner, tail.chunk.pages)
+                self.tail = tail
+                return tail, layers
+            if sequence.prefilling:
+                sequence.tail = None
+        return None, 0
+
     def _take_prompts(self, takes: dict[Sequence, int]) -> None:
         """Parts of prompts, beside what `takes` has."""
         beside = _spans(takes)
         streams = any(sequence.remaining == 1 for sequence in takes)
-        prompts = [s for s in self.running if s.state is State.PREFILLING and s.ready]
+        prompts = [s for s in self.running if s.state is State.PREFILLING and s.ready and s.tail is None]
         for sequence, take in self.prompts.share(prompts, beside, streams):
             # One of them may have lost its pages to another.
             if sequence.state is State.PREFILLING and self._grown(sequence, take):

@@ -96,6 +96,21 @@ class Prompts:
                 high = tokens - 1
         return low
 
+    def layers(self, span: Callable[[int], Span], ready: int, beside: Sequence[Span], streams: bool) -> int:
+        """Layers of a split prompt's end in one step, as `limit`; 0 where a single one is expected to take too long.
+
+        Args:
+            span: what so many of its layers cost.
+            ready: those that may run.
+        """
+        if not self.cost.known:
+            return 1
+        room_s = self.step_s - self.cost.predict(beside) if streams else self.cost.predict([(0, self.chunk_tokens)])
+        if streams and not self.step_s:
+            return ready
+        fitting = [n for n in range(1, ready + 1) if self.cost.predict([span(n)]) - self.cost.fixed_s <= room_s]
+        return fitting[-1] if fitting else 0 if streams else 1
+
     # -- what others are told ------------------------------------------------------------------
 
     def tokens_per_s(self) -> float:

@@ -14,6 +14,7 @@ who goes first are memory.py's. Pages that a running step writes come back only 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -23,10 +24,13 @@ from decode_worker.planning import Planner
 from decode_worker.prompts import Prompts
 from decode_worker.sequence import EXITS, HANDOFF, FirstLogits, Outcome, Sequence, State
 from decode_worker.step import DecodeOutput, DecodePlan
+from decode_worker.tail import Tail
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.rate import Span
 from pdserve.errors import Exhausted, PdserveError
 from pdserve.rpc.events import Finish
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -68,7 +72,9 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._memory = Memory(self.blocks, self.waiting, self.running, self.growth_watermark)
-        self._planner = Planner(self._memory, self.running, self.prompts, self.max_batch, self.recompute_tokens)
+        self._planner = Planner(
+            self._memory, self.waiting, self.running, self.prompts, self.max_batch, self.recompute_tokens
+        )
 
     @property
     def counters(self) -> MemoryCounters:
@@ -144,21 +150,22 @@ class Scheduler:
     def ungrant(self, sequence: Sequence) -> None:
         """An attempt is over and its writers have drained: its pages go back, the pin stays."""
         self.blocks.release(sequence.key)
-        sequence.pages = ()
+        sequence.pages, sequence.tail = (), None
         if sequence.state in HANDOFF and sequence.state is not State.WAITING:
             sequence.move(State.WAITING)
         self.pump()
 
     def join(self, sequence: Sequence) -> None:
-        """Every byte of its cache was verified (or its logits, if it needs only those): it may compute."""
-        sequence.move(State.VERIFIED)
-        sequence.cached = 0 if sequence.logits_only else len(sequence.ids)
+        """Every byte of its cache was verified (or its logits, if it needs only those): it may compute. First the end
+        of its prompt, where the handoff brought only the beginning.
+        """
+        sequence.prefilling = sequence.request.split
+        sequence.move(State.PREFILLING if sequence.prefilling else State.VERIFIED)
+        sequence.cached = 0 if sequence.logits_only else sequence.request.handoff_end
         self._memory.publish(sequence)
         self.waiting.remove(sequence)
-        if sequence.choices:
-            self._fork(sequence)
-        else:
-            self.running.append(sequence)
+        self.running.append(sequence)
+        self._end_prompt(sequence)
 
     # -- decoding ----------------------------------------------------------------------------
 
@@ -171,6 +178,7 @@ class Scheduler:
     def apply(self, plan: DecodePlan, output: DecodeOutput) -> int:
         """Books a step that has run: tokens to their streams, ended sequences out. Returns tokens given out."""
         given = 0
+        self._stepped_tail(plan, output.tail)
         self._memory.copied()
         ran = {chunk.key: len(chunk.ids) for chunk in plan.step.chunks}
         for sequence in self._stepped(plan):
@@ -192,6 +200,7 @@ class Scheduler:
 
     def abandon(self, plan: DecodePlan, error: PdserveError) -> None:
         """Books a step that raised: its sequences fail, since what their pages now hold is unknown."""
+        self._stepped_tail(plan, error)
         self._memory.copied()
         for sequence in self._stepped(plan):
             self.leave(sequence, *(sequence.ending or (State.FAILED, error)))
@@ -223,6 +232,50 @@ class Scheduler:
     def unfinished(self) -> list[Sequence]:
         """Whose prompts are to be computed here, or are being computed."""
         return [s for s in (*self.running, *self.waiting) if s.prefilling and s.ending is None]
+
+    @property
+    def running_tail(self) -> Tail | None:
+        """Whose pages the step that runs holds, even if its sequence has left."""
+        return self._planner.tail
+
+    @property
+    def expected_tokens(self) -> int:
+        """Of prompts whose beginning is on its way, to be computed here."""
+        split = (s.request for s in self.waiting if s.request.split and s.awaits_handoff and s.ending is None)
+        return sum(len(request.ids) - request.handoff_end for request in split)
+
+    def _stepped_tail(self, plan: DecodePlan, output: FirstLogits | PdserveError | None) -> None:
+        """Books a tail's layers, unless its sequence has ended or lost it."""
+        tail = plan.tail
+        if tail is None:
+            return
+        self.blocks.release(tail.owner)
+        self._planner.tail = None
+        sequence = next((s for s in (*self.waiting, *self.running) if s.tail is tail), None)
+        if sequence is None:
+            return
+        tail.done += plan.tail_layers
+        tail.steps += 1
+        if isinstance(output, PdserveError):
+            log.error("%s: its end is computed once its beginning is here: %s", sequence.key, output)
+            sequence.tail = None
+        elif output is not None:
+            tail.first = output
+            self.prompts.computed += len(tail.chunk.ids)
+            self._end_prompt(sequence)
+
+    def _end_prompt(self, sequence: Sequence) -> None:
+        """If its whole prompt is here, verified and computed, its first token may be sampled, or its outputs begin."""
+        tail = sequence.tail
+        if sequence.prefilling and tail is not None and tail.first is not None:
+            sequence.first, sequence.tail, sequence.prefilling = tail.first, None, False
+            sequence.cached = len(sequence.ids)
+            sequence.move(State.VERIFIED)
+            self._memory.publish(sequence)
+            sequence.stream.put(tail.account(sequence.work.asked_at))
+        if sequence.choices and not sequence.prefilling:
+            self.running.remove(sequence)
+            self._fork(sequence)
 
     def _ran(self, sequence: Sequence, tokens: int) -> None:
         """Books the chunk of a step."""

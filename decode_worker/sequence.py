@@ -17,6 +17,9 @@
 A request that wants one token goes from WAITING to VERIFIED with logits only and no page, unless its
 prompt is computed here. That (`here`) is what its caller asked for, or asks for instead of another attempt.
 
+A handoff may bring the beginning of a prompt only. Once that is verified the sequence is PREFILLING, and
+computes the rest; with a tail (tail.py) it began with that while the handoff arrived, and is VERIFIED once it is done.
+
 A request for several outputs has one sequence that brings the cache of the prompt, from a handoff or computed here.
 Once it is complete that one is FORKED: its choices, which have waited in no queue, begin at VERIFIED. They hold the
 pages together, and copy the last one before they write there; from then on each goes its own way.
@@ -38,6 +41,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from cache_transfer.contract import HandoffIdentity
 from decode_worker.admission import DecodeRequest
@@ -48,6 +52,9 @@ from pdserve.errors import Internal, PdserveError
 from pdserve.rpc.events import Finish
 from pdserve.telemetry.context import Scope, current
 from pdserve.telemetry.logs import about
+
+if TYPE_CHECKING:
+    from decode_worker.tail import Tail
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +82,10 @@ RUNNING = frozenset({State.VERIFIED, State.PREFILLING, State.DECODING, State.PRE
 _FAULTS = frozenset({State.EXPIRED, State.ABORTED, State.FAILED})
 _NEXT = {
     State.WAITING: frozenset({State.GRANTED, State.VERIFIED, State.PREFILLING, State.REFUSED, State.DONE}) | _FAULTS,
-    State.GRANTED: frozenset({State.WAITING, State.RECEIVING, State.VERIFIED}) | _FAULTS,
-    State.RECEIVING: frozenset({State.WAITING, State.VERIFIED}) | _FAULTS,
+    State.GRANTED: frozenset({State.WAITING, State.RECEIVING, State.VERIFIED, State.PREFILLING}) | _FAULTS,
+    State.RECEIVING: frozenset({State.WAITING, State.VERIFIED, State.PREFILLING}) | _FAULTS,
     State.VERIFIED: frozenset({State.DECODING, State.FORKED, State.PREEMPTED, State.DONE}) | _FAULTS,
-    State.PREFILLING: frozenset({State.DECODING, State.FORKED, State.PREEMPTED, State.DONE}) | _FAULTS,
+    State.PREFILLING: frozenset({State.VERIFIED, State.DECODING, State.FORKED, State.PREEMPTED, State.DONE}) | _FAULTS,
     State.DECODING: frozenset({State.PREEMPTED, State.DONE}) | _FAULTS,
     State.PREEMPTED: frozenset({State.VERIFIED, State.PREFILLING, State.DECODING}) | _FAULTS,
 }
@@ -136,6 +143,7 @@ class Sequence:
     attempt_error: PdserveError | None = None  # why the last attempt failed, if it did
     here: bool = False  # no handoff: its prompt is computed here
     prefilling: bool = False  # and is not yet, as far as its first token
+    tail: Tail | None = None  # the end of a split prompt, while it is computed layer by layer
     reached: int = 0  # tokens that were cached before it was last preempted
     work: Work = field(default_factory=Work)
     verified_at: float = 0.0  # monotonic seconds: its cache had come whole

@@ -180,6 +180,7 @@ def request_from_proto(proto: decode_pb2.DecodeOpen, contract: WorkerContract) -
         prefill_contract=contract if proto.prefill_here else contract_from_proto(proto.prefill_contract),
         here=proto.prefill_here,
         choices=tuple(Output(c.choice, tuple(c.output_ids), c.forwarded_tokens) for c in proto.choices),
+        handoff_tokens=proto.handoff_tokens,
     )
 
 

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from decode_worker.sampling import Choice, Sampler, sample
 from decode_worker.sequence import FirstLogits
+from decode_worker.tail import Tail
 from pdserve.engine.checks import check_written
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import StepCounters, StepPlan
+from pdserve.engine.rate import Span
 from pdserve.errors import Internal, PdserveError
 
 _DTYPES = {"fp32": torch.float32, "float64": torch.float64}
@@ -35,11 +37,19 @@ class DecodePlan:
     samplers: Mapping[str, Sampler]
     kept: frozenset[str] = frozenset()  # chunks whose last logits are wanted as they are
     copies: tuple[tuple[int, int], ...] = ()  # pages (from, to) that are copied before the model runs
+    tail: Tail | None = None  # that runs some of its layers after all that
+    tail_layers: int = 0
 
     @property
     def size(self) -> int:
         """Sequences in it."""
-        return len(self.step.chunks) + len(self.first)
+        return len(self.step.chunks) + len(self.first) + (self.tail is not None)
+
+    @property
+    def spans(self) -> list[Span]:
+        """What its cost depends on."""
+        spans = [(chunk.start, len(chunk.ids)) for chunk in self.step.chunks]
+        return spans if self.tail is None else [*spans, self.tail.span(self.tail_layers)]
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class DecodeOutput:
     choices: Mapping[str, Choice | PdserveError]
     counters: StepCounters
     kept: Mapping[str, FirstLogits] = field(default_factory=dict)
+    tail: FirstLogits | PdserveError | None = None  # of the plan's tail: its logits, if its last layer has run
 
 
 def step_and_sample(engine: Engine, plan: DecodePlan) -> DecodeOutput:
@@ -71,7 +82,17 @@ def step_and_sample(engine: Engine, plan: DecodePlan) -> DecodeOutput:
         raise Internal("a step gave logits for other sequences than planned", reason="STEP_ROWS")
     keys = list(plan.samplers)
     choices = sample([(plan.samplers[key], logits[key]) for key in keys])
-    return DecodeOutput(dict(zip(keys, choices, strict=True)), counters, kept)
+    return DecodeOutput(dict(zip(keys, choices, strict=True)), counters, kept, _advanced(engine, plan))
+
+
+def _advanced(engine: Engine, plan: DecodePlan) -> FirstLogits | PdserveError | None:
+    """A tail that fails is its own sequence's affair, which can do without."""
+    if plan.tail is None:
+        return None
+    try:
+        return plan.tail.advance(engine, plan.tail_layers)
+    except PdserveError as error:
+        return error
 
 
 def kept_logits(row: Tensor) -> FirstLogits:

@@ -29,7 +29,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.native.build import kernels_folder
 from pdserve.engine.runner import EngineThread
-from pdserve.registry.records import CHOICES, DECODE, GRAMMAR, SPECIAL_TOKENS, Load, Registry
+from pdserve.registry.records import CHOICES, DECODE, GRAMMAR, SPECIAL_TOKENS, SPLIT, Load, Registry
 from pdserve.rpc.server import Server
 from pdserve.tokenizer import Bundle, Tokenizer
 from pdserve.worker.accounts import GRANT, PIN, PREEMPTED, REQUEST, TICKET, Accounts, Stake
@@ -51,7 +51,7 @@ class DecodeWorker(PoolWorker):
 
     pipeline: Pipeline
     takes_prompts = True
-    capabilities = frozenset({CHOICES, GRAMMAR, SPECIAL_TOKENS})
+    capabilities = frozenset({CHOICES, GRAMMAR, SPECIAL_TOKENS, SPLIT})
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class DecodeWorker(PoolWorker):
             steps=self._thread.steps,
             prefill_tokens_per_s=prompts.tokens_per_s(),
             shared_prefill_tokens_per_s=prompts.shared_tokens_per_s(beside),
-            queued_prefill_tokens=sum(sequence.remaining for sequence in unfinished),
+            queued_prefill_tokens=sum(s.remaining for s in unfinished) + scheduler.expected_tokens,
             predicted_wait_s=prompts.wait_s(unfinished, beside),
             fixed_step_ms=1000 * prompts.cost.fixed_s,
             decode_step_ms=1000 * prompts.cost.predict(beside) if beside else 0.0,
@@ -162,6 +162,7 @@ class DecodeWorker(PoolWorker):
             prefill_pair_ns=1e9 * prompts.cost.pair_s if prompts.computed else 0.0,
             step_ms=1000 * self.pipeline.step_s,
             batch_limit=self.settings.max_batch,
+            chunk_tokens=self.settings.chunk_tokens,
         )
 
     def accounts(self) -> Accounts:
@@ -174,7 +175,9 @@ class DecodeWorker(PoolWorker):
         )
 
     def _stakes(self) -> tuple[Stake, ...]:
-        return tuple(stake for sequence in self.pipeline.sequences for stake in _stakes_of(sequence))
+        tail = self.pipeline.scheduler.running_tail
+        running = () if tail is None else (Stake(tail.owner, REQUEST, tail.chunk.pages, math.inf),)
+        return (*running, *(stake for sequence in self.pipeline.sequences for stake in _stakes_of(sequence)))
 
 
 def _stakes_of(sequence: Sequence) -> Iterator[Stake]:

@@ -39,7 +39,7 @@ class DrainDoor:
     def __init__(self, drain: Callable[[], Awaitable[None]]) -> None:
         self._drain = drain
         self._server: asyncio.Server | None = None
-        self.path = folder() / f"{secrets.token_hex(4)}{_SUFFIX}"
+        self.path = folder() / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
 
     async def open(self) -> None:
         """Raises OSError when the socket cannot be made."""
@@ -79,8 +79,12 @@ async def _knocks(reader: asyncio.StreamReader) -> bool:
 
 
 def _remove_abandoned() -> None:
-    """The files of workers that were killed: nobody listens behind them any more."""
-    for path in folder().glob(f"*{_SUFFIX}"):
+    """The files of workers that were killed: nobody listens behind them any more. One without the suffix may be of a
+    worker that will listen in a moment, so it goes only if its process is gone, too.
+    """
+    for path in folder().glob("*"):  # pdserve up keeps a file here, too
+        if path.suffix != _SUFFIX and _lives(path.name.partition("-")[0]):
+            continue
         with socket.socket(socket.AF_UNIX) as caller:
             caller.setblocking(False)
             try:
@@ -89,6 +93,17 @@ def _remove_abandoned() -> None:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 log.debug("%s: %s", path, error)  # it has just gone, or has more callers than it can take
+
+
+def _lives(pid: str) -> bool:
+    """True, too, for what is no process id."""
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OverflowError, PermissionError):  # the last: of a process that is not ours
+        return True
+    return True
 
 
 async def drain_all(timeout_s: float) -> tuple[int, int]:

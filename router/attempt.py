@@ -69,6 +69,7 @@ class Attempts:
         job = self._pool.begin(pair.decode, 0, size, max(1, len(request.choices)), request.tenant)
         # Counted from now on: other requests are placed while decode answers.
         prompt = None if pair.here else self._begin_prompt(pair, request)
+        rest = self._begin_rest(pair, request)
         try:
             async with DecodeCall(self._channels, pair.decode.address, left_s(request)) as call:
                 first = await self._admission(call, pair, request)
@@ -82,19 +83,26 @@ class Attempts:
                     await self._backlog.put(Accepted(request.id, request.served, len(request.prompt_ids), seed))
                 return await self._prefill_and_stream(call, pair, request, first, prompt)
         finally:
-            self._pool.end(job)
-            if prompt is not None:
-                self._pool.end(prompt)
+            for each in (job, prompt, rest):
+                if each is not None:
+                    self._pool.end(each)
 
     def _begin_prompt(self, pair: Pair, request: Request) -> Job:
-        return self._pool.begin(pair.prefill, len(request.ids), len(request.ids), tenant=request.tenant)
+        tokens = pair.handoff_tokens or len(request.ids)
+        return self._pool.begin(pair.prefill, tokens, tokens, tenant=request.tenant)
+
+    def _begin_rest(self, pair: Pair, request: Request) -> Job | None:
+        """What decode computes of a split prompt."""
+        if not pair.split:
+            return None
+        return self._pool.begin(pair.decode, len(request.ids) - pair.handoff_tokens, 0, tenant=request.tenant)
 
     async def _admission(self, call: DecodeCall, pair: Pair, request: Request) -> Admitted | Finish:
         """Decode's first answer: a Finish only if it has nothing left to do."""
         limit_s = self._settings.admit_timeout_s
         try:
             async with asyncio.timeout(limit_s):  # connecting included
-                await call.open(request, None if pair.here else pair.prefill.record.contract)
+                await call.open(request, None if pair.here else pair.prefill.record.contract, pair.handoff_tokens)
                 event = await call.next()
         except TimeoutError as error:
             raise lost(pair.decode.address, f"no answer within {limit_s:g} s") from error
@@ -116,6 +124,8 @@ class Attempts:
             failed(self._pool, account, pair.prefill, error)
             prompt = None
             following = self._planner.find(account, pair.decode)
+            if following is not None and not following.here:  # decode was told what the handoff brings
+                following = replace(following, handoff_tokens=pair.handoff_tokens)
             if following is not None and following.here and movable(error):
                 pair, ticket = following, None
                 await call.retry(None)
@@ -190,6 +200,8 @@ class Attempts:
         """A Prefill/Run in progress, which ends `job`; leaving cancels it."""
         start = admitted.identity.start if admitted.logits_only else ticket.held_tokens
         admitted = replace(admitted, identity=replace(admitted.identity, start=start))
+        if pair.split:
+            request = replace(request, prompt_ids=request.ids[: pair.handoff_tokens], output_ids=())
         run = run_prefill(self._channels, pair.prefill.address, request, admitted, ticket, left_s(request))
         task = asyncio.create_task(run, name=f"{request.id}-prefill")
         # Its work is over long before the answer is, and also if this cleaning up is cut short.
@@ -229,6 +241,8 @@ class Attempts:
                         await self._settle(prefill)
                         prefill = None
                         await self._backlog.put(account.finish(event))
+                    elif isinstance(event, Prefilled) and pair.split:
+                        account.computed(event)
                     else:
                         raise unexpected(event, "among the tokens")
                     silence.begins()

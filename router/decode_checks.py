@@ -16,13 +16,14 @@ def check_admitted(request: Request, pair: Pair, admitted: Admitted, allow_lossy
     if (admitted.ticket is None) != pair.here:
         raise mismatch(pair.decode, "would compute the prompt where it was not asked to, or not where it was")
     check_compatible(pair.prefill.record.contract, admitted.contract, allow_lossy)
+    end = pair.handoff_tokens or len(request.ids)
     expected = HandoffIdentity(
         contract_digest=request.contract_digest,
         adapter_digest=request.adapter_digest,
         tenant=request.tenant,
-        prompt_digest=prompt_digest(request.ids),
+        prompt_digest=prompt_digest(request.ids[:end]),
         start=admitted.identity.start,
-        end=len(request.ids),
+        end=end,
     )
     check_identity(expected, admitted.identity)
 

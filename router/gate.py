@@ -70,6 +70,7 @@ class Choice:
     reason: str = "mode"  # mode | only | refused | cheaper | unmeasured, as in the wire schema's AttemptRecord
     handoff_s: float = 0.0
     here_s: float = 0.0
+    split_s: float = 0.0
     penalty_s: float = 0.0  # what the latter was held to cost the streams there
     wait_s: float = 0.0  # for others' prompts, on the way that was chosen
     queue_s: float = 0.0  # to compute all that waits there
@@ -82,6 +83,7 @@ class Pair:
     decode: Member
     conversions: tuple[FieldDifference, ...] = ()  # what the receiver will convert
     choice: Choice = Choice()
+    handoff_tokens: int = 0  # that the prefill worker computes, the decode worker the rest; 0: it computes all
 
     @property
     def key(self) -> tuple[bytes, bytes]:
@@ -94,8 +96,19 @@ class Pair:
         return self.prefill.record.incarnation == self.decode.record.incarnation
 
     @property
+    def split(self) -> bool:
+        """Both compute: the prefill worker the beginning of the prompt, the decode worker its end."""
+        return self.handoff_tokens > 0
+
+    @property
+    def placement(self) -> str:
+        """handoff | decode | split, as in the wire schema's AttemptRecord."""
+        return "split" if self.split else "decode" if self.here else "handoff"
+
+    @property
     def predicted_s(self) -> float:
-        return self.choice.here_s if self.here else self.choice.handoff_s
+        choice = self.choice
+        return choice.split_s if self.split else choice.here_s if self.here else choice.handoff_s
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,10 @@ class RouterCollector(Collector):
     def _of_placement(self, outcomes: Outcomes) -> Iterator[Metric]:
         make, told = self._families, outcomes.traffic
         placed = Counts("where")
-        placed.add(PREFILL, by=outcomes.handed_over)
+        placed.add(PREFILL, by=outcomes.handed_over - outcomes.split)
+        placed.add("both", by=outcomes.split)
         placed.add(DECODE, by=outcomes.computed_at_decode)
-        yield make.counter("placements_total", "Attempts by the pool that computes the prompt", placed)
+        yield make.counter("placements_total", "Attempts by the pool that computes the prompt, or both", placed)
         forced = "Of those at decode: for want of a prefill worker"
         yield make.counter("placement_fallbacks_total", forced, outcomes.fallbacks)
         cheaper = "Of those at decode: because it was predicted to be cheaper"

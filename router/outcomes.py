@@ -22,6 +22,7 @@ class Outcomes:
     computed_at_decode: int = 0
     fallbacks: int = 0
     cheaper: int = 0
+    split: int = 0
     ratios: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     ratio_sum: float = 0.0
     traffic: Traffic = field(default_factory=Traffic)
@@ -34,6 +35,7 @@ class Outcomes:
         """An attempt at this pair."""
         if not pair.here:
             self.handed_over += 1
+            self.split += pair.split
             return
         self.computed_at_decode += 1
         if self.disaggregate == AUTO:

@@ -5,7 +5,7 @@ and look at the same old numbers do not all run to the same worker. A worker tha
 holds part of the prompt joins the draw, or a large pool would rarely see its caches again.
 
 Where both a handoff and prefilling at the decode worker are allowed, the best of each that was drawn are compared by
-their predicted times (prediction.py).
+their predicted times (prediction.py), and with the handoff's two workers computing the prompt together (splitting.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pdserve.registry.records import Load
 from router.gate import Choice, Match, Member, Pair
 from router.prediction import Forecast, Site, at_decode, by_handoff, bytes_per_token
 from router.room import Room
+from router.splitting import GAIN, best_split, may_split
 
 T = TypeVar("T")
 
@@ -169,18 +170,27 @@ def place(
     # Until the prefill worker has a rate it is given prompts, or it would never get one.
     known = handoff.measured or handoff.first_token_s == float("inf")
     best = alone if known and local.cost_s < handoff.cost_s else pair
-    return _chosen(best, "cheaper" if handoff.measured and local.measured else "unmeasured", handoff, local)
+    split = None
+    if pair is not None and may_split(pair, decodes):
+        contract = pair.decode.record.contract
+        split, tokens = best_split(site(pair.prefill), site(pair.decode), demand.prompt_tokens, contract)
+        if split is not None and split.cost_s < GAIN * min(local.cost_s, handoff.cost_s):
+            best = replace(pair, handoff_tokens=tokens)
+    return _chosen(best, "cheaper" if handoff.measured and local.measured else "unmeasured", handoff, local, split)
 
 
-def _chosen(pair: Pair | None, reason: str, handoff: Forecast | None, local: Forecast | None) -> Pair:
+def _chosen(
+    pair: Pair | None, reason: str, handoff: Forecast | None, local: Forecast | None, split: Forecast | None = None
+) -> Pair:
     if pair is None:
         raise ValueError("a place was looked for among no pairs")
-    mine = local if pair.here else handoff
+    mine = split if pair.split else local if pair.here else handoff
     choice = replace(
         pair.choice,
         reason=reason,
         handoff_s=min(handoff.first_token_s, MAX_COST) if handoff else 0.0,
         here_s=min(local.first_token_s, MAX_COST) if local else 0.0,
+        split_s=min(split.first_token_s, MAX_COST) if split else 0.0,
         penalty_s=local.penalty_s if local else 0.0,
         wait_s=mine.wait_s if mine is not None else 0.0,
         queue_s=mine.queue_s if mine is not None else 0.0,

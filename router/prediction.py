@@ -115,14 +115,11 @@ def by_handoff(prefill: Site, decode: Site, tokens: int, bytes_per_token: int) -
     load = prefill.load
     its_pace = pace(load, decode.load.prefill_tokens_per_s)
     alone_s = its_pace.seconds(prefill.held, tokens - prefill.held)
-    wait_s, compute_s = _turn(prefill, its_pace, load.queued_tokens, tokens, alone_s)
+    wait_s, compute_s = turn(prefill, its_pace, load.queued_tokens, tokens, alone_s)
     compute_s += load.fixed_step_ms / 1000
-    bandwidth = load.transfer_bytes_per_s or COLD_BYTES_PER_S
-    travelling = (tokens - decode.held) * bytes_per_token
-    tail = min(tokens - decode.held, _TAIL_TOKENS) * bytes_per_token
-    transfer_s = max(travelling / bandwidth - compute_s, tail / bandwidth)
-    first_s = wait_s + compute_s + transfer_s + max(decode.load.decode_step_ms / 2000, decode.running_s)
-    if _full(prefill.load) or _full(decode.load):
+    first_s = wait_s + compute_s + transfer_s(prefill, decode, tokens, bytes_per_token, compute_s)
+    first_s += max(decode.load.decode_step_ms / 2000, decode.running_s)
+    if full(prefill.load) or full(decode.load):
         first_s = float("inf")
     queue_s = load.queued_tokens * its_pace.token_s
     penalty_s = alone_s * prefill.longer(tokens)
@@ -139,16 +136,30 @@ def at_decode(decode: Site, tokens: int, prefill_tokens_per_s: float = 0.0) -> F
     its_pace = pace(load, prefill_tokens_per_s)
     alone_s = its_pace.seconds(decode.held, tokens - decode.held)
     penalty_s = PENALTY * load.running * alone_s
-    if load.running:
-        rate = load.prefill_tokens_per_s
-        told = load.shared_prefill_tokens_per_s
-        times = max(1.0, rate / told) if rate and told else 2.0
-        its_pace, alone_s = its_pace.slower(times), alone_s * times
-    wait_s, compute_s = _turn(decode, its_pace, load.queued_prefill_tokens, tokens, alone_s)
+    times = slowed(decode)
+    its_pace, alone_s = its_pace.slower(times), alone_s * times
+    wait_s, compute_s = turn(decode, its_pace, load.queued_prefill_tokens, tokens, alone_s)
     penalty_s += alone_s * decode.longer(tokens)
-    first_s = float("inf") if _full(load) else wait_s + compute_s + load.fixed_step_ms / 1000
+    first_s = float("inf") if full(load) else wait_s + compute_s + load.fixed_step_ms / 1000
     queue_s = load.queued_prefill_tokens * its_pace.token_s
     return Forecast(first_s, wait_s, queue_s, penalty_s, measured=load.prefill_tokens_per_s > 0)
+
+
+def slowed(decode: Site) -> float:
+    """How many times as long a prompt takes beside the streams that are there."""
+    load = decode.load
+    if not load.running:
+        return 1.0
+    rate, told = load.prefill_tokens_per_s, load.shared_prefill_tokens_per_s
+    return max(1.0, rate / told) if rate and told else 2.0
+
+
+def transfer_s(prefill: Site, decode: Site, tokens: int, bytes_per_token: int, compute_s: float) -> float:
+    """Of a handoff of `tokens`, what its computing does not hide."""
+    bandwidth = prefill.load.transfer_bytes_per_s or COLD_BYTES_PER_S
+    travelling = (tokens - decode.held) * bytes_per_token
+    tail = min(tokens - decode.held, _TAIL_TOKENS) * bytes_per_token
+    return max(travelling / bandwidth - compute_s, tail / bandwidth)
 
 
 def bytes_per_token(contract: WorkerContract) -> int:
@@ -157,7 +168,7 @@ def bytes_per_token(contract: WorkerContract) -> int:
     return scalars * _ITEM_BYTES.get(contract.kv_dtype, 4)
 
 
-def _turn(site: Site, its_pace: Pace, queued: int, tokens: int, alone_s: float) -> tuple[float, float]:
+def turn(site: Site, its_pace: Pace, queued: int, tokens: int, alone_s: float) -> tuple[float, float]:
     """Seconds until a prompt begins, and from there on until it is computed."""
     before = ahead(queued, site.prompts, tokens)
     # They are about as long as the prompt itself: what their tokens read is taken for what its own do.
@@ -166,5 +177,5 @@ def _turn(site: Site, its_pace: Pace, queued: int, tokens: int, alone_s: float) 
     return wait_s, min(alone_s * SHARED, alone_s + (queued - before) * its_pace.token_s) if others else alone_s
 
 
-def _full(load: Load) -> bool:
+def full(load: Load) -> bool:
     return bool(load.waiting_limit) and load.waiting >= load.waiting_limit

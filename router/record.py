@@ -181,12 +181,17 @@ class Account:
     def reported(self, report: PrefillReport) -> None:
         """Takes the prefill worker's figures. Only those for the first token tell what the prompt itself cost."""
         trial = self.trials[-1]
-        trial.report = report
+        trial.report = report = replace(report, computed_tokens=report.computed_tokens + trial.computed_at_decode)
         if not trial.first_index:
             self.cached_tokens = max(0, len(self.request.prompt_ids) - report.computed_tokens)
 
     def computed(self, prefilled: Prefilled) -> None:
-        """Takes the figures of a decode worker that computed the prompt itself."""
+        """Takes the figures of a decode worker that computed the prompt itself, or (the prefill worker's follow) its
+        end.
+        """
+        if self.trials[-1].pair.split:
+            self.trials[-1].computed_at_decode = prefilled.computed_tokens
+            return
         report = replace(
             NO_REPORT,
             computed_tokens=prefilled.computed_tokens,

@@ -211,6 +211,7 @@ def placement_to_proto(outcomes: Outcomes) -> gateway_pb2.PlacementCounts:
         disaggregate=outcomes.disaggregate,
         handed_over=outcomes.handed_over,
         computed_at_decode=outcomes.computed_at_decode,
+        split=outcomes.split,
         fallbacks=outcomes.fallbacks,
         cheaper=outcomes.cheaper,
         predictions=outcomes.predictions,

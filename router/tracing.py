@@ -125,12 +125,13 @@ def _answered(account: Account) -> Attributes:
 def _placed(trial: Trial) -> Attributes:
     choice = trial.pair.choice
     return {
-        "pdserve.placement": "decode" if trial.pair.here else "handoff",
+        "pdserve.placement": trial.pair.placement,
         "pdserve.placement.reason": choice.reason,
         "pdserve.placement.prefill_candidates": choice.prefill_candidates,
         "pdserve.placement.decode_candidates": choice.decode_candidates,
         "pdserve.placement.predicted_handoff_ms": 1000 * choice.handoff_s,
         "pdserve.placement.predicted_decode_ms": 1000 * choice.here_s,
+        "pdserve.placement.predicted_split_ms": 1000 * choice.split_s,
     }
 
 

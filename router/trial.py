@@ -31,6 +31,7 @@ class Trial:
     failed_worker: str = ""
     error: PdserveError | None = None  # that ended it
     report: PrefillReport | None = None
+    computed_at_decode: int = 0  # tokens, of a split prompt
 
     def record(self, received: float) -> AttemptRecord:
         r, choice = self.report or NO_REPORT, self.pair.choice
@@ -57,11 +58,13 @@ class Trial:
             prefill_ms=r.prefill_ms,
             push_ms=r.push_ms,
             transfer_ms=r.transfer_ms,
-            placement="decode" if self.pair.here else "handoff",
+            placement=self.pair.placement,
             placement_reason=choice.reason,
             predicted_handoff_ms=1000 * choice.handoff_s,
             predicted_decode_ms=1000 * choice.here_s,
             decode_penalty_ms=1000 * choice.penalty_s,
+            predicted_split_ms=1000 * choice.split_s,
+            handoff_tokens=self.pair.handoff_tokens,
         )
 
 

@@ -65,6 +65,7 @@ def state(pool: Pool, active: int, outcomes: Outcomes) -> Json:
         "placement": {
             "handed_over": outcomes.handed_over,
             "computed_at_decode": outcomes.computed_at_decode,
+            "split": outcomes.split,
             "fallbacks": outcomes.fallbacks,
             "cheaper": outcomes.cheaper,
             "bounds": list(BOUNDS),

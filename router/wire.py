@@ -35,6 +35,7 @@ from pdserve.errors import (
     Unavailable,
 )
 from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
+from pdserve.rpc.ending import answer, give_up
 from pdserve.rpc.events import Finish, Prefilled, TokenBatch
 from pdserve.rpc.status import difference_from_proto, from_detail, from_rpc_error, has_detail, is_lost
 from pdserve.rpc.writing import write
@@ -110,14 +111,16 @@ class DecodeCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._call.cancel()
             if self._reading is not None:
-                await settled(self._reading)
+                await give_up(self._call, self._reading)
+            self._call.cancel()
         finally:
             self._open.close()
 
-    async def open(self, request: Request, prefill_contract: WorkerContract | None) -> None:
-        """`prefill_contract` None: the worker computes the prompt itself."""
+    async def open(self, request: Request, prefill_contract: WorkerContract | None, handoff_tokens: int = 0) -> None:
+        """`prefill_contract` None: the worker computes the prompt itself; `handoff_tokens`: it computes what follows
+        them, 0: nothing.
+        """
         opening = decode_pb2.DecodeOpen(
             request_id=request.id,
             model=request.model,
@@ -133,6 +136,7 @@ class DecodeCall:
                 decode_pb2.OpenChoice(choice=c.choice, output_ids=c.output_ids, forwarded_tokens=len(c.output_ids))
                 for c in request.choices
             ],
+            handoff_tokens=handoff_tokens,
         )
         await self._write(decode_pb2.DecodeRequest(open=opening))
 
@@ -223,7 +227,7 @@ async def run_prefill(
     with connected(channels, address) as channel:
         stub: Any = prefill_pb2_grpc.PrefillStub(channel)
         try:
-            r: prefill_pb2.RunResponse = await stub.Run(run, timeout=timeout_s, metadata=outgoing())
+            r: prefill_pb2.RunResponse = await answer(stub.Run(run, timeout=timeout_s, metadata=outgoing()))
         except grpc.RpcError as error:
             raise call_error(error, address) from error
     return PrefillReport(

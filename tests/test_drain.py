@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,8 +20,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def killed_workers_door() -> Path:
-    path = folder() / "dead.drain"
+def killed_workers_door(name: str = "dead.drain") -> Path:
+    path = folder() / name
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
@@ -79,6 +81,20 @@ async def test_what_a_killed_worker_leaves_goes_when_the_next_one_opens() -> Non
     for door in (first, second):
         await door.close()
     assert not list(folder().iterdir())
+
+
+async def test_a_door_that_was_being_made_goes_with_its_process_only() -> None:
+    async def drain() -> None: ...
+
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    folder().mkdir(mode=0o700)
+    dead = killed_workers_door(f"{gone.pid}-0a1b2c3d")
+    others = [killed_workers_door(name) for name in (f"{os.getpid()}-0a1b2c3d", "1-0a1b2c3d", "somebody else's")]
+    door = DrainDoor(drain)
+    await door.open()
+    assert not dead.exists() and sorted(folder().iterdir()) == sorted([*others, door.path])
+    await door.close()
 
 
 async def test_without_a_worker_there_is_nothing_to_drain() -> None:

@@ -118,10 +118,17 @@ def attempt_text(attempt: AttemptRecord) -> str:
 
 def placement_text(attempt: AttemptRecord) -> str:
     """Who computed the prompt, why, and what had been predicted."""
-    known = {"handoff": attempt.predicted_handoff_ms, "at decode": attempt.predicted_decode_ms}
+    known = {
+        "handoff": attempt.predicted_handoff_ms,
+        "at decode": attempt.predicted_decode_ms,
+        "split": attempt.predicted_split_ms,
+    }
     told = ", ".join(f"{name} {ms:.0f} ms" for name, ms in known.items() if ms)
     predicted = f"; predicted {told}, took {attempt.first_token_ms:.0f} ms" if told else ""
-    return f"{attempt.placement} ({attempt.placement_reason}){predicted}"
+    where = (
+        f"{attempt.placement} after {attempt.handoff_tokens} tokens" if attempt.handoff_tokens else attempt.placement
+    )
+    return f"{where} ({attempt.placement_reason}){predicted}"
 
 
 def group_text(group: GroupPair) -> str:

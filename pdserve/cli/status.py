@@ -56,7 +56,8 @@ def status(
 
 def placement_text(p: Placement) -> str:
     """Where prompts were computed, and how the times of their first tokens compare with the predicted ones."""
-    text = f"disaggregate {p.disaggregate or 'always'}: {p.handed_over} handed over, {p.computed_at_decode} at decode"
+    over = f"{p.handed_over} handed over" + (f" ({p.split} in part)" if p.split else "")
+    text = f"disaggregate {p.disaggregate or 'always'}: {over}, {p.computed_at_decode} at decode"
     if p.fallbacks or p.cheaper:
         text += f" ({p.fallbacks} for want of a prefill worker, {p.cheaper} because it was cheaper)"
     if not p.predictions:

@@ -93,6 +93,7 @@ class Placement:
     computed_at_decode: int = 0
     fallbacks: int = 0  # of these: no prefill worker was left
     cheaper: int = 0  # of these: it was predicted to be
+    split: int = 0  # of those handed over: the decode worker computed the end of the prompt
     predictions: int = 0
     bounds: tuple[float, ...] = ()  # of the time to the first token over the predicted one
     ratios: tuple[int, ...] = ()  # first tokens within each; the last: above all of them
@@ -191,6 +192,7 @@ def _placement(message: gateway_pb2.PlacementCounts) -> Placement:
         disaggregate=message.disaggregate,
         handed_over=message.handed_over,
         computed_at_decode=message.computed_at_decode,
+        split=message.split,
         fallbacks=message.fallbacks,
         cheaper=message.cheaper,
         predictions=message.predictions,

@@ -7,7 +7,7 @@ the one-token chunks, shortest sequence first, so that each group of them is a r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -24,6 +24,8 @@ from pdserve.request import check_token_ids
 # the pages of the shortest.
 _SPREAD = 1.5
 _SPREAD_PAGES = 4
+# So many rows of the last layer cost more than laying the others out by themselves.
+_WORTH_LEAVING_OUT = 32
 
 
 @dataclass
@@ -102,6 +104,28 @@ def lay_out(plan: StepPlan, cache: PagedCache) -> Batch:
         wanted_rows=_int64(rows, device),
         cache=cache,
     )
+
+
+def wanted_part(batch: Batch) -> tuple[Batch, Tensor] | None:
+    """The rows whose logits are asked for as a batch of their own, and which rows of the whole they are, [n] int64.
+
+    What comes after K and V of the last layer is for them alone. A sequence's one row becomes a one-token chunk.
+    None: too few rows are left out.
+    """
+    if batch.ids.shape[0] - batch.wanted_rows.shape[0] < _WORTH_LEAVING_OUT:
+        return None
+    rows: dict[str, range] = {}
+    chunks: list[Chunk] = []
+    row = 0
+    for chunk in batch.chunks:
+        found = _wanted_rows(chunk, row)
+        if found:
+            start = chunk.start + found.start - row
+            chunks.append(replace(chunk, ids=chunk.ids[-len(found) :], start=start, logits="all"))
+            rows[chunk.key] = found
+        row += len(chunk.ids)
+    part = lay_out(StepPlan(tuple(chunks)), batch.cache)
+    return part, _int64([row for chunk in part.chunks for row in rows[chunk.key]], batch.wanted_rows.device)
 
 
 def stale_slots(chunks: Sequence[Chunk], cache: PagedCache) -> Tensor:

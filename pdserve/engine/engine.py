@@ -1,8 +1,6 @@
 """The engine: one model, one cache, and `step(plan)`. See docs/architecture.md for who calls it.
 
-A step reads as: check the plan, lay it out as tensors, run the layers, take the logits. In
-each layer K and V are written first, then announced (`on_layer`), then attention reads the
-cache, so that a chunk and the tokens before it are read in the same way.
+A step reads as: check the plan, lay it out as tensors, run the layers (layered.py), take the logits.
 """
 
 from __future__ import annotations
@@ -17,23 +15,22 @@ from cache_transfer.contract import WorkerContract
 from pdserve import __version__
 from pdserve.engine.adapter_files import Base
 from pdserve.engine.adapters import Adapters
-from pdserve.engine.batch import Batch, check_plan, lay_out
+from pdserve.engine.batch import check_plan, lay_out
 from pdserve.engine.cache import PagedCache
 from pdserve.engine.dtypes import torch_dtype, wide
 from pdserve.engine.graphs import open_graphs
 from pdserve.engine.large_pages import trim_heap
+from pdserve.engine.layered import LayeredStep, OnLayer
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.model import Decoder
 from pdserve.engine.native.choice import KernelCounters, Kernels
-from pdserve.engine.native.path import NativePath, NativeStep
-from pdserve.engine.plain import PlainPath, Reads
-from pdserve.engine.plan import EngineConfig, StepCounters, StepOutput, StepPlan
+from pdserve.engine.native.path import NativePath
+from pdserve.engine.plain import PlainPath
+from pdserve.engine.plan import EngineConfig, StepOutput, StepPlan
 from pdserve.engine.positions import rotary_tables
-from pdserve.engine.trace import LayerTrace, StepTrace
+from pdserve.engine.trace import StepTrace
 from pdserve.engine.weights import check_tensors
 from pdserve.errors import Cancelled, ConfigError
-
-OnLayer = Callable[[int], None]
 
 
 class Engine:
@@ -144,23 +141,42 @@ class Engine:
             if cancelled is not None and cancelled():
                 raise Cancelled("cancelled before the first layer", reason="CANCELLED")
             return self.graphs.step(plan)
-        before = tuple(self.cache.written)
-        # The kernels know no adapters: a step with any runs in plain torch, the other sequences in it, too.
-        path = self._plain if any(chunk.adapter is not None for chunk in plan.chunks) else self._kernels.current()
+        begun = self._begin(plan, trace)
+        begun.advance(self.spec.layers, on_layer, cancelled)
+        return begun.output()
+
+    def begin(self, plan: StepPlan) -> LayeredStep:
+        """A step whose layers run when the caller says so; other steps may run between them, if they write other pages.
+
+        Raises what `step` raises before the first layer.
+        """
+        check_plan(plan, self.spec, self.cache)
+        self.adapters.check(plan)
+        return self._begin(plan, None)
+
+    def _begin(self, plan: StepPlan, trace: StepTrace | None) -> LayeredStep:
+        path = self._kernels.current()  # at each step: some weights are laid out here for kernels that came late
+        if any(chunk.adapter is not None for chunk in plan.chunks):
+            path = self._plain  # the kernels know no adapters; the other sequences of the step are computed there, too
         with torch.inference_mode():
+            self.cache.join()
             batch = lay_out(plan, self.cache)
             batch.adapters = self.adapters.rows(batch.chunks, self.device)
             if trace is not None:
                 trace.plan, trace.batch = plan, batch
-            x, counters = self._layers(path, batch, on_layer, cancelled, trace)
-            scores = self._logits(path, x[batch.wanted_rows])
+            return LayeredStep(path, batch, self.spec, self.cache, self.adapters, trace, self._output)
+
+    def _output(self, step: LayeredStep) -> StepOutput:
+        part, batch = step.part, step.batch
+        with torch.inference_mode():
+            scores = self._logits(step.path, step.x if part else step.x[batch.wanted_rows])
         out = scores
         if scores.is_inference():  # a sampler may change it in place
             out = torch.empty(scores.shape, dtype=wide(self.dtype), device=self.device)
             out.copy_(scores)
-        self._kernels.count(path)
-        written = tuple(after - at for after, at in zip(self.cache.written, before, strict=True))
-        return StepOutput({key: out[first:end] for key, first, end in batch.wanted}, counters, written)
+        self._kernels.count(step.path)
+        wanted = part[0].wanted if part else batch.wanted
+        return StepOutput({key: out[first:end] for key, first, end in wanted}, step.counters, tuple(step.written))
 
     def decoder_logits(self, x: Tensor) -> Tensor:
         """Rows of the residual stream [R, width] -> raw scores [R, vocab_size]."""
@@ -168,42 +184,6 @@ class Engine:
 
     def _logits(self, path: PlainPath | NativePath, x: Tensor) -> Tensor:
         return path.logits(x) if x.shape[0] else x.new_empty(0, self.spec.vocab_size)
-
-    def _layers(
-        self,
-        path: PlainPath | NativePath,
-        batch: Batch,
-        on_layer: OnLayer | None,
-        cancelled: Callable[[], bool] | None,
-        trace: StepTrace | None,
-    ) -> tuple[Tensor, StepCounters]:
-        """The residual stream after the last layer, [T, width], and the work done."""
-        self.cache.join()
-        self.cache.clear(batch.stale)
-        work = path.begin(batch, keep=trace is not None)
-        reads = {window: Reads(batch, window) for window in {self.spec.window(i) for i in range(self.spec.layers)}}
-        x = path.embed(batch)
-        if isinstance(work, NativeStep) and on_layer is None and cancelled is None and trace is None:
-            work.layers(x)
-            rows = x.shape[0] * self.spec.layers
-            pairs = sum(reads[self.spec.window(layer)].pairs for layer in range(self.spec.layers))
-            return x, StepCounters(rows, pairs * self.spec.heads)
-        counters = StepCounters()
-        for layer in range(self.spec.layers):
-            if cancelled is not None and cancelled():
-                raise Cancelled(f"cancelled before layer {layer}", reason="CANCELLED")
-            q, k, v = work.inputs(layer, x)
-            if on_layer is not None:
-                on_layer(layer)
-            read = reads[self.spec.window(layer)]
-            o = work.attend(layer, q, read)
-            scored = q.shape[1] if self.spec.shape_of(layer).kv_heads else 0  # heads
-            counters += StepCounters(k.shape[0], read.pairs * scored)
-            y = work.output(layer, x, o)
-            if trace is not None:
-                trace.layers.append(LayerTrace(x, q, k, v, o, y, read.first, read.end))
-            x = y
-        return x, counters
 
 
 def check_weights(config: EngineConfig) -> None:

@@ -76,7 +76,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepCounters:
-    """Logical work of a step, padding excluded."""
+    """Logical work of a step, padding excluded; what is left out because nobody reads it is counted."""
 
     positions: int = 0  # positions projected to q, k, v, summed over layers
     score_pairs: int = 0  # visible (query, key) pairs, summed over layers and query heads

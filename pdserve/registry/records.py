@@ -19,6 +19,7 @@ STALLED = "stalled"  # an engine step takes too long; READY again when it ends
 GRAMMAR = "grammar"
 CHOICES = "choices"
 SPECIAL_TOKENS = "skip_special_tokens"
+SPLIT = "split_prompts"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Load:
     prefill_pair_ns: float = 0.0  # and for each token that it reads, itself and all before it
     step_ms: float = 0.0  # the step that ran when this was told, as expected; 0: idle
     batch_limit: int = 0  # streams of one step at most; decode only, 0: not told
+    chunk_tokens: int = 0  # of a prompt in one step at most; 0: not told
 
 
 @dataclass(frozen=True)

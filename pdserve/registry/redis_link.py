@@ -21,10 +21,14 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from pdserve.errors import Unavailable
 from pdserve.registry.redis_url import RedisPlace, bad_url, parse
 
+_TOO_OLD = "use Redis 6.2 or later, with none of its commands renamed"
 _REMEDIES = {
     "OOM": "raise its maxmemory, or delete what else is in it",
     "MISCONF": "let it save its data again, or turn stop-writes-on-bgsave-error off",
     "READONLY": "name the primary in registry.url, or all servers, or Sentinels",
+    "unknown command": _TOO_OLD,  # HELLO, before 6.0
+    "Unknown Redis command": _TOO_OLD,  # of a script
+    "Invalid stream ID": _TOO_OLD,  # a range that leaves out its first, before 6.2
 }
 
 

@@ -128,11 +128,13 @@ class AttemptRecord:
     prefill_ms: float = 0.0
     push_ms: float = 0.0
     transfer_ms: float = 0.0
-    placement: str = ""  # handoff | decode: which worker computed the prompt
+    placement: str = ""  # handoff | decode | split: which worker computed the prompt, or both
     placement_reason: str = ""
     predicted_handoff_ms: float = 0.0  # pair chosen .. first token
     predicted_decode_ms: float = 0.0
     decode_penalty_ms: float = 0.0
+    predicted_split_ms: float = 0.0
+    handoff_tokens: int = 0  # of a split prompt: tokens that prefill_worker computes
 
 
 @dataclass(frozen=True)

@@ -325,7 +325,7 @@ class GroupPair(_message.Message):
     def __init__(self, prefill_workers: _Optional[_Iterable[str]] = ..., decode_workers: _Optional[_Iterable[str]] = ..., prefill_count: _Optional[int] = ..., decode_count: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ...) -> None: ...
 
 class AttemptRecord(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "prefill_candidates", "decode_candidates", "prefill_cost", "decode_cost", "outcome", "failed_worker", "first_index", "output_tokens", "begun_ms", "admitted_ms", "first_token_ms", "total_ms", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "push_ms", "transfer_ms", "placement", "placement_reason", "predicted_handoff_ms", "predicted_decode_ms", "decode_penalty_ms")
+    __slots__ = ("prefill_worker", "decode_worker", "prefill_candidates", "decode_candidates", "prefill_cost", "decode_cost", "outcome", "failed_worker", "first_index", "output_tokens", "begun_ms", "admitted_ms", "first_token_ms", "total_ms", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "push_ms", "transfer_ms", "placement", "placement_reason", "predicted_handoff_ms", "predicted_decode_ms", "decode_penalty_ms", "predicted_split_ms", "handoff_tokens")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +353,8 @@ class AttemptRecord(_message.Message):
     PREDICTED_HANDOFF_MS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_PENALTY_MS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_SPLIT_MS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     prefill_candidates: int
@@ -380,7 +382,9 @@ class AttemptRecord(_message.Message):
     predicted_handoff_ms: float
     predicted_decode_ms: float
     decode_penalty_ms: float
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_candidates: _Optional[int] = ..., decode_candidates: _Optional[int] = ..., prefill_cost: _Optional[float] = ..., decode_cost: _Optional[float] = ..., outcome: _Optional[str] = ..., failed_worker: _Optional[str] = ..., first_index: _Optional[int] = ..., output_tokens: _Optional[int] = ..., begun_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., placement: _Optional[str] = ..., placement_reason: _Optional[str] = ..., predicted_handoff_ms: _Optional[float] = ..., predicted_decode_ms: _Optional[float] = ..., decode_penalty_ms: _Optional[float] = ...) -> None: ...
+    predicted_split_ms: float
+    handoff_tokens: int
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_candidates: _Optional[int] = ..., decode_candidates: _Optional[int] = ..., prefill_cost: _Optional[float] = ..., decode_cost: _Optional[float] = ..., outcome: _Optional[str] = ..., failed_worker: _Optional[str] = ..., first_index: _Optional[int] = ..., output_tokens: _Optional[int] = ..., begun_ms: _Optional[float] = ..., admitted_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., frames_sent: _Optional[int] = ..., queued_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., push_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., placement: _Optional[str] = ..., placement_reason: _Optional[str] = ..., predicted_handoff_ms: _Optional[float] = ..., predicted_decode_ms: _Optional[float] = ..., decode_penalty_ms: _Optional[float] = ..., predicted_split_ms: _Optional[float] = ..., handoff_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffRecord(_message.Message):
     __slots__ = ("request_id", "prefill_worker", "decode_worker", "attempts", "prompt_tokens", "computed_tokens", "sent_tokens", "bytes_sent", "frames_sent", "queued_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_tokens_per_s", "conversions", "notes", "output_tokens", "outcome", "intake_ms", "admitted_ms", "push_ms", "decode_ms", "total_ms", "candidates", "rejected", "history", "choices", "prefills", "transfers", "shared_pages", "copied_pages", "trace_id")

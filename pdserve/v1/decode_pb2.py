@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"l\n\rDecodeRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.DecodeOpenH\x00\x12(\n\x05retry\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.DecodeRetryH\x00\x42\t\n\x07request\"\xd5\x02\n\nDecodeOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x1b\n\x0e\x61\x64\x61pter_digest\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x12\x12\n\nprompt_ids\x18\x05 \x03(\x05\x12\x12\n\noutput_ids\x18\x06 \x03(\x05\x12\x18\n\x10\x66orwarded_tokens\x18\x07 \x01(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.pdserve.v1.SamplingOptions\x12\x34\n\x10prefill_contract\x18\t \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x14\n\x0cprefill_here\x18\n \x01(\x08\x12\'\n\x07\x63hoices\x18\x0b \x03(\x0b\x32\x16.pdserve.v1.OpenChoiceB\x11\n\x0f_adapter_digest\"J\n\nOpenChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x12\n\noutput_ids\x18\x02 \x03(\x05\x12\x18\n\x10\x66orwarded_tokens\x18\x03 \x01(\r\"Y\n\x0b\x44\x65\x63odeRetry\x12\x34\n\x10prefill_contract\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x14\n\x0cprefill_here\x18\x02 \x01(\x08\"\x8c\x02\n\x0b\x44\x65\x63odeEvent\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AdmittedH\x00\x12$\n\x06ticket\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.TicketH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenBatchH\x00\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.FinishH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetailH\x00\x12*\n\tprefilled\x18\x06 \x01(\x0b\x32\x15.pdserve.v1.PrefilledH\x00\x42\x07\n\x05\x65vent\"\xe3\x01\n\x08\x41\x64mitted\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12-\n\x08identity\x18\x02 \x01(\x0b\x32\x1b.pdserve.v1.HandoffIdentity\x12,\n\x08\x63ontract\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x13\n\x0blogits_only\x18\x04 \x01(\x08\x12+\n\x0b\x63onversions\x18\x05 \x03(\x0b\x32\x16.pdserve.v1.Difference\x12\x14\n\x0cprefill_here\x18\x06 \x01(\x08\"r\n\tPrefilled\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\tqueued_ms\x18\x03 \x01(\x01\x12\x12\n\nprefill_ms\x18\x04 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r2L\n\x06\x44\x65\x63ode\x12\x42\n\x08Generate\x12\x19.pdserve.v1.DecodeRequest\x1a\x17.pdserve.v1.DecodeEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"l\n\rDecodeRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.DecodeOpenH\x00\x12(\n\x05retry\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.DecodeRetryH\x00\x42\t\n\x07request\"\xed\x02\n\nDecodeOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x1b\n\x0e\x61\x64\x61pter_digest\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x12\x12\n\nprompt_ids\x18\x05 \x03(\x05\x12\x12\n\noutput_ids\x18\x06 \x03(\x05\x12\x18\n\x10\x66orwarded_tokens\x18\x07 \x01(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.pdserve.v1.SamplingOptions\x12\x34\n\x10prefill_contract\x18\t \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x14\n\x0cprefill_here\x18\n \x01(\x08\x12\'\n\x07\x63hoices\x18\x0b \x03(\x0b\x32\x16.pdserve.v1.OpenChoice\x12\x16\n\x0ehandoff_tokens\x18\x0c \x01(\rB\x11\n\x0f_adapter_digest\"J\n\nOpenChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x12\n\noutput_ids\x18\x02 \x03(\x05\x12\x18\n\x10\x66orwarded_tokens\x18\x03 \x01(\r\"Y\n\x0b\x44\x65\x63odeRetry\x12\x34\n\x10prefill_contract\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x14\n\x0cprefill_here\x18\x02 \x01(\x08\"\x8c\x02\n\x0b\x44\x65\x63odeEvent\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AdmittedH\x00\x12$\n\x06ticket\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.TicketH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.TokenBatchH\x00\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.FinishH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetailH\x00\x12*\n\tprefilled\x18\x06 \x01(\x0b\x32\x15.pdserve.v1.PrefilledH\x00\x42\x07\n\x05\x65vent\"\xe3\x01\n\x08\x41\x64mitted\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12-\n\x08identity\x18\x02 \x01(\x0b\x32\x1b.pdserve.v1.HandoffIdentity\x12,\n\x08\x63ontract\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.WorkerContract\x12\x13\n\x0blogits_only\x18\x04 \x01(\x08\x12+\n\x0b\x63onversions\x18\x05 \x03(\x0b\x32\x16.pdserve.v1.Difference\x12\x14\n\x0cprefill_here\x18\x06 \x01(\x08\"r\n\tPrefilled\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\tqueued_ms\x18\x03 \x01(\x01\x12\x12\n\nprefill_ms\x18\x04 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r2L\n\x06\x44\x65\x63ode\x12\x42\n\x08Generate\x12\x19.pdserve.v1.DecodeRequest\x1a\x17.pdserve.v1.DecodeEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,17 +35,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEREQUEST']._serialized_start=64
   _globals['_DECODEREQUEST']._serialized_end=172
   _globals['_DECODEOPEN']._serialized_start=175
-  _globals['_DECODEOPEN']._serialized_end=516
-  _globals['_OPENCHOICE']._serialized_start=518
-  _globals['_OPENCHOICE']._serialized_end=592
-  _globals['_DECODERETRY']._serialized_start=594
-  _globals['_DECODERETRY']._serialized_end=683
-  _globals['_DECODEEVENT']._serialized_start=686
-  _globals['_DECODEEVENT']._serialized_end=954
-  _globals['_ADMITTED']._serialized_start=957
-  _globals['_ADMITTED']._serialized_end=1184
-  _globals['_PREFILLED']._serialized_start=1186
-  _globals['_PREFILLED']._serialized_end=1300
-  _globals['_DECODE']._serialized_start=1302
-  _globals['_DECODE']._serialized_end=1378
+  _globals['_DECODEOPEN']._serialized_end=540
+  _globals['_OPENCHOICE']._serialized_start=542
+  _globals['_OPENCHOICE']._serialized_end=616
+  _globals['_DECODERETRY']._serialized_start=618
+  _globals['_DECODERETRY']._serialized_end=707
+  _globals['_DECODEEVENT']._serialized_start=710
+  _globals['_DECODEEVENT']._serialized_end=978
+  _globals['_ADMITTED']._serialized_start=981
+  _globals['_ADMITTED']._serialized_end=1208
+  _globals['_PREFILLED']._serialized_start=1210
+  _globals['_PREFILLED']._serialized_end=1324
+  _globals['_DECODE']._serialized_start=1326
+  _globals['_DECODE']._serialized_end=1402
 # @@protoc_insertion_point(module_scope)

@@ -16,7 +16,7 @@ class DecodeRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[DecodeOpen, _Mapping]] = ..., retry: _Optional[_Union[DecodeRetry, _Mapping]] = ...) -> None: ...
 
 class DecodeOpen(_message.Message):
-    __slots__ = ("request_id", "model", "tenant", "adapter_digest", "prompt_ids", "output_ids", "forwarded_tokens", "sampling", "prefill_contract", "prefill_here", "choices")
+    __slots__ = ("request_id", "model", "tenant", "adapter_digest", "prompt_ids", "output_ids", "forwarded_tokens", "sampling", "prefill_contract", "prefill_here", "choices", "handoff_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class DecodeOpen(_message.Message):
     PREFILL_CONTRACT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     tenant: str
@@ -39,7 +40,8 @@ class DecodeOpen(_message.Message):
     prefill_contract: _common_pb2.WorkerContract
     prefill_here: bool
     choices: _containers.RepeatedCompositeFieldContainer[OpenChoice]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., adapter_digest: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., forwarded_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingOptions, _Mapping]] = ..., prefill_contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., prefill_here: _Optional[bool] = ..., choices: _Optional[_Iterable[_Union[OpenChoice, _Mapping]]] = ...) -> None: ...
+    handoff_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., adapter_digest: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., forwarded_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingOptions, _Mapping]] = ..., prefill_contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., prefill_here: _Optional[bool] = ..., choices: _Optional[_Iterable[_Union[OpenChoice, _Mapping]]] = ..., handoff_tokens: _Optional[int] = ...) -> None: ...
 
 class OpenChoice(_message.Message):
     __slots__ = ("choice", "output_ids", "forwarded_tokens")

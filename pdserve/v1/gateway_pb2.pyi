@@ -204,7 +204,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.Endpoint, _Mapping]]] = ..., contract: _Optional[_Union[_common_pb2.WorkerContract, _Mapping]] = ..., contract_digest: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., lease_left_s: _Optional[float] = ..., takes_prompts: _Optional[bool] = ..., capabilities: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[_Union[_common_pb2.LoadedAdapter, _Mapping]]] = ..., metrics: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_limit", "queued_tokens", "pages_total", "pages_held", "pages_cached", "tokens_per_s", "steps", "prefill_tokens_per_s", "shared_prefill_tokens_per_s", "queued_prefill_tokens", "predicted_wait_s", "transfer_bytes_per_s", "decode_step_ms", "fixed_step_ms", "prefill_token_us", "prefill_pair_ns", "step_ms", "batch_limit")
+    __slots__ = ("running", "waiting", "waiting_limit", "queued_tokens", "pages_total", "pages_held", "pages_cached", "tokens_per_s", "steps", "prefill_tokens_per_s", "shared_prefill_tokens_per_s", "queued_prefill_tokens", "predicted_wait_s", "transfer_bytes_per_s", "decode_step_ms", "fixed_step_ms", "prefill_token_us", "prefill_pair_ns", "step_ms", "batch_limit", "chunk_tokens")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_LIMIT_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +225,7 @@ class Load(_message.Message):
     PREFILL_PAIR_NS_FIELD_NUMBER: _ClassVar[int]
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     BATCH_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_limit: int
@@ -245,7 +246,8 @@ class Load(_message.Message):
     prefill_pair_ns: float
     step_ms: float
     batch_limit: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_limit: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., shared_prefill_tokens_per_s: _Optional[float] = ..., queued_prefill_tokens: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., fixed_step_ms: _Optional[float] = ..., prefill_token_us: _Optional[float] = ..., prefill_pair_ns: _Optional[float] = ..., step_ms: _Optional[float] = ..., batch_limit: _Optional[int] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_limit: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_cached: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., shared_prefill_tokens_per_s: _Optional[float] = ..., queued_prefill_tokens: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., fixed_step_ms: _Optional[float] = ..., prefill_token_us: _Optional[float] = ..., prefill_pair_ns: _Optional[float] = ..., step_ms: _Optional[float] = ..., batch_limit: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class Pair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "fits", "differences")
@@ -304,7 +306,7 @@ class RecentRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., label: _Optional[str] = ..., began_s: _Optional[float] = ..., age_ms: _Optional[float] = ..., state: _Optional[str] = ..., record: _Optional[_Union[_common_pb2.HandoffRecord, _Mapping]] = ...) -> None: ...
 
 class PlacementCounts(_message.Message):
-    __slots__ = ("disaggregate", "handed_over", "computed_at_decode", "fallbacks", "cheaper", "predictions", "bounds", "ratios")
+    __slots__ = ("disaggregate", "handed_over", "computed_at_decode", "fallbacks", "cheaper", "predictions", "bounds", "ratios", "split")
     DISAGGREGATE_FIELD_NUMBER: _ClassVar[int]
     HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_AT_DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +315,7 @@ class PlacementCounts(_message.Message):
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     BOUNDS_FIELD_NUMBER: _ClassVar[int]
     RATIOS_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
     disaggregate: str
     handed_over: int
     computed_at_decode: int
@@ -321,4 +324,5 @@ class PlacementCounts(_message.Message):
     predictions: int
     bounds: _containers.RepeatedScalarFieldContainer[float]
     ratios: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, disaggregate: _Optional[str] = ..., handed_over: _Optional[int] = ..., computed_at_decode: _Optional[int] = ..., fallbacks: _Optional[int] = ..., cheaper: _Optional[int] = ..., predictions: _Optional[int] = ..., bounds: _Optional[_Iterable[float]] = ..., ratios: _Optional[_Iterable[int]] = ...) -> None: ...
+    split: int
+    def __init__(self, disaggregate: _Optional[str] = ..., handed_over: _Optional[int] = ..., computed_at_decode: _Optional[int] = ..., fallbacks: _Optional[int] = ..., cheaper: _Optional[int] = ..., predictions: _Optional[int] = ..., bounds: _Optional[_Iterable[float]] = ..., ratios: _Optional[_Iterable[int]] = ..., split: _Optional[int] = ...) -> None: ...

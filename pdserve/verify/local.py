@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cache_transfer.contract import cache_identity
 from pdserve.engine.blocks import BlockManager
-from pdserve.engine.engine import Engine, OnLayer
+from pdserve.engine.engine import Engine
+from pdserve.engine.layered import OnLayer
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.observe import Observed, Recording
 from pdserve.engine.plan import Chunk, EngineConfig, StepOutput, StepPlan

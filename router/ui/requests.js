@@ -142,10 +142,11 @@ function stair(request) {
 const REASONS = { mode: "the router's mode leaves no choice", only: "no prefill worker was left", refused: "no prefill worker could take it", cheaper: "predicted to be the cheaper way", unmeasured: "not enough was measured yet to predict" };
 
 function placement(last) {
-  const who = last.placement === "decode" ? `${last.decode_worker} computed the prompt itself` : `${last.prefill_worker} handed over to ${last.decode_worker}`;
+  const who = last.placement === "split" ? `${last.prefill_worker} computed ${last.handoff_tokens} tokens and ${last.decode_worker} the rest` : last.placement === "decode" ? `${last.decode_worker} computed the prompt itself` : `${last.prefill_worker} handed over to ${last.decode_worker}`;
   const rows = [["chosen", `${who}: ${REASONS[last.placement_reason] ?? last.placement_reason}`], ["from", `${last.placement === "decode" ? "" : `${plural(last.prefill_candidates, "prefill worker")}, `}${plural(last.decode_candidates, "decode worker")}`]];
   if (last.predicted_handoff_ms) rows.push(["handoff", `${duration(last.predicted_handoff_ms)} to the first token, predicted`]);
   if (last.predicted_decode_ms) rows.push(["at decode", `${duration(last.predicted_decode_ms)} predicted${last.decode_penalty_ms ? `, and ${duration(last.decode_penalty_ms)} for what others lose` : ""}`]);
+  if (last.predicted_split_ms) rows.push(["split", `${duration(last.predicted_split_ms)} to the first token, predicted`]);
   if (last.first_token_ms) rows.push(["came", `${duration(last.first_token_ms)} after the choice`]);
   return list(rows);
 }

@@ -17,7 +17,8 @@ from torch import Tensor
 from cache_transfer.pages import PageSink
 from cache_transfer.receiver import ReceivedLogits, ReceiveReport, ReceiverHost
 from cache_transfer.tickets import Claim
-from pdserve.engine.engine import Engine, OnLayer
+from pdserve.engine.engine import Engine
+from pdserve.engine.layered import OnLayer
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import EngineConfig, StepCounters, StepOutput, StepPlan
 from pdserve.engine.spec import ModelSpec
@@ -45,14 +46,16 @@ class WatchedEngine(Engine):
         self.steps: list[Step] = []
         self.layers_begun = 0
         self.inside = asyncio.Event()
-        """A step stands still, after it has written K and V of its first layer."""
+        """A step stands still, after it has written K and V of the layer in question."""
+        self._layer = 0
         self._loop = asyncio.get_running_loop()
         self._open = threading.Event()
         self._open.set()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Steps stand still meanwhile."""
+    def held(self, layer: int = 0) -> Iterator[None]:
+        """Steps stand still meanwhile, in that layer."""
+        self._layer = layer
         self.inside.clear()
         self._open.clear()
         try:
@@ -73,7 +76,7 @@ class WatchedEngine(Engine):
             self.layers_begun += 1
             if on_layer is not None:
                 on_layer(layer)
-            if not self._open.is_set():
+            if layer >= self._layer and not self._open.is_set():
                 self._loop.call_soon_threadsafe(self.inside.set)
                 assert self._open.wait(WAIT_S), "the test never let go"
 

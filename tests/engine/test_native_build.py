@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import subprocess
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +86,38 @@ def test_what_a_killed_process_was_building_in_is_removed_and_what_lives_is_not(
         builder.join(60)
     assert [each.compiled for each in made] == [True, True]
     assert sorted(path.name for path in build.kernels_folder().iterdir()) == ["0" * 64, "1" * 64, "lock"]
+
+
+def test_libraries_of_other_recipes_go_once_nobody_has_found_them_for_a_month(
+    quick: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_compile", compile_nothing)
+    found = build.build(quick).path.parent
+    month_ago = time.time() - 31 * 24 * 3600
+    for name, age in (("old", month_ago), ("young", month_ago + 2 * 24 * 3600)):
+        shutil.copytree(found, found.with_name(name))
+        os.utime(found.with_name(name), (age, age))
+    found.with_name("not a library").mkdir()
+    os.utime(found.with_name("not a library"), (month_ago, month_ago))
+    os.utime(found, (month_ago, month_ago))  # this process has had it for longer, and still does
+    build.build(replace(quick, digest="1" * 64))
+    left = sorted(path.name for path in build.kernels_folder().iterdir())
+    assert left == ["0" * 64, "1" * 64, "lock", "not a library", "young"]
+    assert build.kept(quick) and found.stat().st_mtime > month_ago + 24 * 3600, "finding it is using it"
+
+
+def test_a_library_that_is_being_removed_is_not_found(quick: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_compile", compile_nothing)
+    folder = build.build(quick).path.parent
+    os.close(build._held.pop(folder))  # as if another process had built it
+    found: list[Path | None] = []
+    with (folder / "kernels.sha256").open() as digest:
+        fcntl.flock(digest, fcntl.LOCK_EX)
+        finder = threading.Thread(target=lambda: found.append(build.kept(quick)))
+        finder.start()
+        shutil.rmtree(folder)
+    finder.join(60)
+    assert found == [None]
 
 
 @pytest.mark.parametrize("harm", ["content", "digest", "writable", "folder"])

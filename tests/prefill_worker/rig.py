@@ -16,7 +16,8 @@ from torch import Tensor
 from cache_transfer.contract import Ticket
 from cache_transfer.wire import contract_to_proto, identity_to_proto, ticket_to_proto
 from pdserve.engine.blocks import BlockManager
-from pdserve.engine.engine import Engine, OnLayer
+from pdserve.engine.engine import Engine
+from pdserve.engine.layered import OnLayer
 from pdserve.engine.loaded import LoadedModel
 from pdserve.engine.plan import Chunk, EngineConfig, StepOutput, StepPlan
 from pdserve.registry.records import Registry

@@ -112,6 +112,16 @@ async def test_a_full_redis_keeps_its_workers_and_tells_routers(redis_server: Re
     await registry.close()
 
 
+@pytest.mark.parametrize("lacking", ["HELLO", "XADD"])
+async def test_a_redis_that_lacks_a_command_says_which_version_to_use(lacking: str) -> None:
+    with running_redis("--rename-command", lacking, "") as server:
+        registry = RedisRegistry(server.url)
+        with pytest.raises(Unavailable) as caught:
+            await registry.board().exchange(b"a note")
+        assert caught.value.field == "registry.url" and "6.2" in caught.value.remedy
+        await registry.close()
+
+
 @pytest.mark.parametrize("kind", ["memory", "redis"])
 async def test_of_two_workers_with_one_id_the_later_one_stays(kind: str, redis_server: RedisServer) -> None:
     registry: Registry = MemoryRegistry() if kind == "memory" else RedisRegistry(redis_server.url)

@@ -6,6 +6,9 @@ The recipe is everything that decides the library's content: sources, flags, com
 a kept library is never one of another machine or version. It is loaded only if it and its folders belong to this
 user, nobody else can write there, and its digest is the one noted. One process builds at a time; the others find it.
 One library serves every model, batch size and length: nothing is ever compiled for a shape.
+
+Who finds a library dates its folder and holds a lock on its digest until the process ends. Who has built one removes
+the folders of other recipes that nobody holds, and nobody has found for UNUSED_S: of older versions, mostly.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +33,7 @@ from pdserve.errors import ConfigError
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi")
 LIMIT_S = 300  # of one compilation
+UNUSED_S = 30 * 24 * 3600  # after which another recipe's library goes
 _SOURCES = (
     *("abi.h", "simd.h", "dots.h", "panels.h", "products.h", "tasks.h", "pages.h", "decode.h", "prefill.h"),
     *("attention.h", "kernels.cpp"),
@@ -37,6 +42,7 @@ _LIBRARY, _DIGEST = "kernels.so", "kernels.sha256"
 _BUILDING = ".building-"  # begins the names of folders that are built in
 
 log = logging.getLogger(__name__)
+_held: dict[Path, int] = {}  # folders that this process has found a library in -> its shared lock there
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ def kept(recipe: Recipe) -> Path | None:
     try:
         if not all(_ours(place) for place in (kernels_folder(), recipe.folder, path, recipe.folder / _DIGEST)):
             return None
+        _hold(recipe.folder)
         noted = (recipe.folder / _DIGEST).read_text().strip()
         if hashlib.sha256(path.read_bytes()).hexdigest() == noted:
             return path
@@ -101,7 +108,33 @@ def build(recipe: Recipe) -> Built:
         if recipe.folder.exists():
             shutil.rmtree(recipe.folder)
         folder.rename(recipe.folder)
+        _hold(recipe.folder)
+        _remove_unused()
     return Built(recipe.folder / _LIBRARY, compiled=True)
+
+
+def _hold(folder: Path) -> None:
+    """Until this process ends nobody removes the folder for want of use. Raises OSError where there is no library."""
+    lock = os.open(folder / _DIGEST, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # who removes the folder has it for a moment: then there is no library here
+    before, _held[folder] = _held.pop(folder, None), lock
+    if before is not None:
+        os.close(before)
+    with suppress(OSError):  # a disk that is only read
+        os.utime(folder)
+
+
+def _remove_unused() -> None:
+    """Under the lock of `_one_builder`. What cannot be removed stays."""
+    for digest in kernels_folder().glob(f"*/{_DIGEST}"):
+        with suppress(OSError):
+            lock = os.open(digest, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - digest.parent.stat().st_mtime > UNUSED_S:
+                    shutil.rmtree(digest.parent)
+            finally:
+                os.close(lock)
 
 
 def _compile(recipe: Recipe, target: Path) -> None:

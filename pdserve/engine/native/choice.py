@@ -163,18 +163,22 @@ class Kernels:
             self._packing = None
             if not self._declined and self._library is not None:
                 self._native = NativePath(self._library, plain.decoder, plain.cache, plain.rotary)
-        except (MemoryError, RuntimeError) as error:  # torch's word for memory that is not there is the latter
+        except (MemoryError, RuntimeError) as error:  # the latter from torch, of memory or of anything else
             self._give_up(error)
             return
         if not self._declined:
             self._state, self._why = "native", ""
 
     def _give_up(self, error: Exception) -> None:
-        """No memory for a weight in its new order. Under native every later attempt says so again."""
+        """A weight could not be laid out, mostly for want of memory. Under native every later attempt says so again."""
+        lacks_memory = isinstance(error, MemoryError) or "allocate memory" in str(error)  # torch says it in words only
+        why = str(error).partition("\n")[0] or type(error).__name__  # without the stack that torch may add
         reason = ConfigError(
-            f"no memory to lay the weights out for the native kernels: {error}",
+            f"no memory to lay the weights out for the native kernels: {why}"
+            if lacks_memory
+            else f"the weights could not be laid out for the native kernels: {why}",
             field="kernels",
-            remedy="give it more memory, or use plain",
+            remedy="give it more memory, or use plain" if lacks_memory else "use plain, and report it",
         )
         if self._insisting:
             self._refusal = reason

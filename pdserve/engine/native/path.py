@@ -71,7 +71,7 @@ class NativePath:
         self._kept: list[Tensor] = []  # copies that the structs point into
         self.dtype = decoder.embedding.dtype
         self.model = self._model(decoder.spec)
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch = torch.empty(0, dtype=torch.uint8)
         layers = [self._layer(index) for index in range(decoder.spec.layers)]
         self.layers = (c.Layer * len(layers))(*layers)
         self.layer_refs = [byref(layer) for layer in self.layers]
@@ -99,10 +99,10 @@ class NativePath:
         """A step's struct with enough scratch memory, which stays allocated for the next."""
         threads = torch.get_num_threads()
         need = self.library.pdserve_scratch_bytes(byref(self.model), rows, ones, longest, threads) + 64
-        if self._scratch.numel() < need:
+        if self.scratch.numel() < need:
             with torch.inference_mode(False):
-                self._scratch = torch.empty(need, dtype=torch.uint8)
-        start = self._scratch.data_ptr()
+                self.scratch = torch.empty(need, dtype=torch.uint8)
+        start = self.scratch.data_ptr()
         return c.Step(rows=rows, threads=threads, scratch=start + -start % 64)
 
     def _model(self, spec: ModelSpec) -> c.Model:
@@ -196,19 +196,23 @@ class NativeStep:
         ones = [chunk for chunk in batch.chunks if len(chunk.ids) == 1]
         longest = max((chunk.start + 1 for chunk in ones), default=0)
         self._step = path.step(sum(lengths), len(ones), longest)
+        self._scratch = path.scratch  # other steps between this one's layers may need, and make, a larger one
         self._step.sequences = len(lengths)
         self._step.slots, self._step.positions = batch.slots.data_ptr(), batch.positions.data_ptr()
         self._step.places, self._step.first_row = batch.places.data_ptr(), first_row.data_ptr()
         self._step.tables, self._step.table_at = pages.data_ptr(), table_at.data_ptr()
         self._model, self._ref = byref(path.model), byref(self._step)
 
-    def layers(self, x: Tensor) -> None:
-        """All of them, in place, in one call: a step that nobody watches needs no Python between its layers."""
-        q, k, v, o = self._new_room(x)
+    def layers(self, x: Tensor, first: int, end: int) -> None:
+        """Those from `first` to before `end`, in place, in one call: a step that nobody watches needs no Python between
+        its layers.
+        """
+        self._room = q, k, v, o = self._room or self._new_room(x)
         at = [tensor.data_ptr() for tensor in (x, q, k, v, o)]
-        stored = (ctypes.c_int32 * len(self._path.layers))()
-        self._library.pdserve_layers(self._model, self._path.layers, len(stored), self._ref, *at, stored)
-        for layer, rows in enumerate(stored):
+        stored = (ctypes.c_int32 * (end - first))()
+        layers = self._path.layer_refs[first]  # and those after it, side by side
+        self._library.pdserve_layers(self._model, layers, end - first, self._ref, *at, stored)
+        for layer, rows in enumerate(stored, first):
             self._cache.written[layer] += rows
 
     def inputs(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
