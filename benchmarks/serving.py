@@ -46,7 +46,13 @@ SECTIONS = ("engine", "router", "decode", "prefill")
 
 TUNED: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("a", "interference"): {"decode.step_ms": "42"},
-    ("a", "poisson"): {"decode.step_ms": "80", "decode.first_token_s": "2.5", "prefill.first_token_s": "2.4"},
+    ("a", "poisson"): {
+        "decode.step_ms": "80",
+        "decode.first_token_s": "2.5",
+        "prefill.first_token_s": "2.4",
+        "prefill.chunk_tokens": "768",
+        "prefill.step_ms": "1200",
+    },
     ("b", "interference"): {"decode.step_ms": "90", "decode.chunk_tokens": "512"},
     ("b", "poisson"): {"decode.step_ms": "90", "decode.chunk_tokens": "512", "decode.first_token_s": "2.5"},
 }

@@ -85,8 +85,11 @@ def _placement(title: str, outcomes: Iterable[Outcome]) -> list[Figure]:
     records = [outcome.record for outcome in outcomes if outcome.record]
     if not records:
         return []
-    here = [record["placement"] == "decode" for record in records]
-    figures = [Figure(f"{title}: prompts computed by the decode worker", sum(here) / len(here), "of all")]
+    where = [record["placement"] for record in records]
+    figures = [
+        Figure(f"{title}: prompts computed by {who}", where.count(name) / len(where), "of all")
+        for name, who in (("decode", "the decode worker"), ("split", "both workers together"))
+    ]
     ratios = [
         record["first_token_ms"] / predicted
         for record in records

@@ -20,7 +20,8 @@ from benchmarks.workloads import Phase
 
 MAX_AGE_S = 8 * 3600
 FORMAT = 1
-_RECORD = ("placement", "placement_reason", "first_token_ms", "predicted_handoff_ms", "predicted_decode_ms")
+_PREDICTED = ("predicted_handoff_ms", "predicted_decode_ms", "predicted_split_ms")
+_RECORD = ("placement", "placement_reason", "first_token_ms", "handoff_tokens", *_PREDICTED)
 
 
 @dataclass(frozen=True)

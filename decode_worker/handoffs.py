@@ -95,6 +95,7 @@ class Handoffs:
             raise Refused(
                 f"{sequence.attempts} attempts did not bring the cache",
                 reason="TOO_MANY_ATTEMPTS",
+                field="decode.max_attempts",
                 remedy="send a new request, or raise max_attempts",
             )
         ticket = self.book.reissue(sequence.handoff_id)

@@ -12,6 +12,7 @@ def expired(sequence: Sequence, now: float) -> DeadlineExceeded:
         return DeadlineExceeded(
             "the request did not end by its caller's deadline, or the worker's own",
             reason="GENERATE_TIMEOUT",
+            field="deadline",
             remedy="allow more time, ask for fewer tokens, or raise generate_s",
         )
     if sequence.state is not State.WAITING:

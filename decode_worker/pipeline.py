@@ -35,9 +35,9 @@ from decode_worker.opening import Opener
 from decode_worker.overdue import expired, unread
 from decode_worker.prompts import Prompts
 from decode_worker.scheduler import Scheduler
-from decode_worker.sequence import EXITS, Outcome, Sequence, State
+from decode_worker.sequence import EXITS, FirstLogits, Outcome, Sequence, State
 from decode_worker.settings import DecodeSettings
-from decode_worker.step import DecodePlan, step_and_sample
+from decode_worker.step import DecodeOutput, DecodePlan, step_and_sample
 from decode_worker.stream import EventStream
 from pdserve.engine.blocks import BlockManager
 from pdserve.engine.engine import Engine
@@ -237,7 +237,7 @@ class Pipeline:
     async def _step(self, plan: DecodePlan) -> None:
         began = time.monotonic()
         spans = plan.spans
-        self.step_s = self.scheduler.prompts.cost.predict(spans)
+        self.step_s = self.scheduler.prompts.cost.predict(plan.all_spans)
         if plan.tail is not None:
             plan.tail.began_at = plan.tail.began_at or began
         prefilling = [s for s in self.scheduler.running if s.stepping and s.prefilling]
@@ -255,10 +255,7 @@ class Pipeline:
             return
         self.counters += output.counters
         ended = time.monotonic()
-        if spans:
-            self.scheduler.prompts.cost.observe(spans, ended - began)
-        if plan.tail is not None:
-            plan.tail.ended_at = ended
+        self._learn(plan, output, ended - began)
         for sequence in prefilling:
             if sequence.key in output.choices or sequence.key in output.kept:  # its token follows
                 sequence.stream.put(prefilled(sequence, plan, ended))
@@ -269,9 +266,19 @@ class Pipeline:
         except Exception:  # the loop dies of it; the step is over all the same, so nothing may wait for it
             self.scheduler.abandon(plan, Internal("the decode worker failed", remedy="see its log", retryable=True))
             raise
-        self.counted.stepped(sum(count for _, count in spans), given, ended - began)
+        self.counted.stepped(sum(count for _, count in plan.all_spans), given, ended - began)
         if spans:
             self.tokens_per_s += 0.1 * (given / max(time.monotonic() - began, 1e-9) - self.tokens_per_s)
+
+    def _learn(self, plan: DecodePlan, output: DecodeOutput, seconds: float) -> None:
+        """What steps cost here. The layers of a tail are one chunk, once all have run: some of them at a time say
+        nothing of what belongs to a step and what to a token.
+        """
+        cost, tail = self.scheduler.prompts.cost, plan.tail
+        if plan.spans:
+            cost.observe(plan.spans, seconds - (tail.last_s if tail is not None else 0.0))
+        if tail is not None and isinstance(output.tail, FirstLogits):
+            cost.observe([(tail.chunk.start, len(tail.chunk.ids))], tail.spent_s)
 
     async def _drain(self, sequence: Sequence, state: State, error: PdserveError) -> None:
         await self.handoffs.close(sequence)

@@ -18,6 +18,7 @@ from decode_worker.prompts import Prompts
 from decode_worker.sequence import Sequence, State
 from decode_worker.step import DecodePlan
 from decode_worker.tail import Tail
+from pdserve.engine.order import RESERVE
 from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.engine.rate import Span
 
@@ -40,6 +41,7 @@ class Planner:
     recompute_tokens: int
     tail: Tail | None = None
     """Of the step that runs; the scheduler takes it away after that."""
+    _contended: int = 0  # steps that both tails and prompts wanted
 
     def plan(self) -> DecodePlan:
         """The oldest sequences whose readers keep up and that have pages; may be empty. They are `stepping` then."""
@@ -99,35 +101,43 @@ class Planner:
                 yield sequence
 
     def _take_tail(self, takes: dict[Sequence, int]) -> tuple[Tail | None, int]:
-        """The oldest tail that can go on, and its layers in this step; it holds its pages until that is over.
+        """The tail that has the rest of this step, and its layers in it; it holds its pages until the step is over.
 
-        One whose single layer takes too long beside streams waits for them to end, or (its handoff is here) is given up
-        for chunks of the usual size.
+        Shortest first, tails and prompts alike; but one of RESERVE steps is the others', so that none waits for ever.
         """
-        beside, streams = _spans(takes), any(sequence.remaining == 1 for sequence in takes)
-        for sequence in (*self.running, *self.waiting):
-            tail = sequence.tail
-            if tail is None or not sequence.ready or tail.ready <= 0:
-                continue
-            layers = self.prompts.layers(tail.span, tail.ready, beside, streams)
-            if layers:
-                self.memory.blocks.retain(tail.owner, tail.chunk.pages)
-                self.tail = tail
-                return tail, layers
-            if sequence.prefilling:
-                sequence.tail = None
+        tails = {
+            s: s.tail for s in (*self.running, *self.waiting) if s.tail is not None and s.ready and s.tail.ready > 0
+        }
+        if not tails:
+            return None, 0
+        sequence, tail = min(tails.items(), key=lambda item: item[1].remaining)
+        if prompts := self._prompts():
+            self._contended += 1
+            shorter = all(tail.remaining <= prompt.remaining for prompt in prompts)
+            if shorter == (self._contended % RESERVE == 0):
+                return None, 0
+        beside, streams = _spans(takes), any(other.remaining == 1 for other in takes)
+        if layers := self.prompts.layers(tail.span, tail.ready, beside, streams):
+            self.memory.blocks.retain(tail.owner, tail.chunk.pages)
+            self.tail = tail
+            return tail, layers
+        if sequence.prefilling:  # a layer takes too long beside streams: parts of the usual size, then
+            sequence.tail = None
         return None, 0
 
     def _take_prompts(self, takes: dict[Sequence, int]) -> None:
         """Parts of prompts, beside what `takes` has."""
         beside = _spans(takes)
         streams = any(sequence.remaining == 1 for sequence in takes)
-        prompts = [s for s in self.running if s.state is State.PREFILLING and s.ready and s.tail is None]
-        for sequence, take in self.prompts.share(prompts, beside, streams):
+        for sequence, take in self.prompts.share(self._prompts(), beside, streams):
             # One of them may have lost its pages to another.
             if sequence.state is State.PREFILLING and self._grown(sequence, take):
                 takes[sequence] = take
                 sequence.stepping = True
+
+    def _prompts(self) -> list[Sequence]:
+        """Whose prompts, or ends of them, are computed in parts."""
+        return [s for s in self.running if s.state is State.PREFILLING and s.ready and s.tail is None]
 
     def _grown(self, sequence: Sequence, take: int) -> bool:
         grown = self.memory.grow(sequence, sequence.cached + take)

@@ -47,9 +47,12 @@ class DecodePlan:
 
     @property
     def spans(self) -> list[Span]:
-        """What its cost depends on."""
-        spans = [(chunk.start, len(chunk.ids)) for chunk in self.step.chunks]
-        return spans if self.tail is None else [*spans, self.tail.span(self.tail_layers)]
+        """What its cost depends on, but for the tail's."""
+        return [(chunk.start, len(chunk.ids)) for chunk in self.step.chunks]
+
+    @property
+    def all_spans(self) -> list[Span]:
+        return self.spans if self.tail is None else [*self.spans, self.tail.span(self.tail_layers)]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ A step holds the pages that its tail works on itself, under `owner`: whoever end
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -75,7 +76,7 @@ class CountingSink:
 
 @dataclass(eq=False)
 class Tail:
-    """Event loop, but for `advance`.
+    """Event loop, but for `advance` and the times that it sets.
 
     Args:
         chunk: the end of the prompt, with all pages of the sequence.
@@ -88,7 +89,9 @@ class Tail:
     done: int = 0  # layers
     steps: int = 0
     began_at: float = 0.0  # monotonic seconds, of its first step
-    ended_at: float = 0.0  # and of its last one so far
+    ended_at: float = 0.0  # and the end of its last one so far
+    spent_s: float = 0.0  # computing, so far
+    last_s: float = 0.0  # of that, in its last step
     first: FirstLogits | None = None  # once all layers are done
     _work: LayeredStep | None = None
 
@@ -101,6 +104,11 @@ class Tail:
     def ready(self) -> int:
         """Layers that may run now."""
         return self.arrivals.layers - self.done
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that would be as much work as its layers left."""
+        return -(-len(self.chunk.ids) * (self.layers - self.done) // self.layers)
 
     def span(self, layers: int) -> Span:
         """A chunk that costs as much as so many layers of this one (rate.py: tokens and pairs, both in proportion)."""
@@ -126,11 +134,16 @@ class Tail:
         from decode_worker.step import kept_logits  # it reads plans with tails
         from pdserve.engine.checks import check_written
 
-        plan = StepPlan((self.chunk,))
-        self._work = self._work or engine.begin(plan)
-        self._work.advance(self._work.done + layers)
-        if self._work.done < self.layers:
-            return None
-        output = self._work.output()
-        check_written(plan, output)
-        return kept_logits(output.logits[self.chunk.key][-1])
+        plan, began = StepPlan((self.chunk,)), time.monotonic()
+        try:
+            self._work = self._work or engine.begin(plan)
+            self._work.advance(self._work.done + layers)
+            if self._work.done < self.layers:
+                return None
+            output = self._work.output()
+            check_written(plan, output)
+            return kept_logits(output.logits[self.chunk.key][-1])
+        finally:
+            self.ended_at = time.monotonic()
+            self.last_s = self.ended_at - began
+            self.spent_s += self.last_s

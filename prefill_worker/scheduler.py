@@ -208,6 +208,14 @@ class Scheduler:
         ahead = min(ahead * RESERVE // (RESERVE - 1), self.queued_tokens)
         return self.cost.prompt_s(ahead, 0, self.chunk_tokens)
 
+    @property
+    def full_chunk(self) -> int:
+        """Tokens of a step at the beginning of a prompt, as `plan` bounds it."""
+        limit = self.chunk_tokens
+        while limit > self.batch_tokens and self.cost.predict([(0, limit)]) > self.step_s:
+            limit = max(limit // 2, self.batch_tokens)
+        return limit
+
     def _keep_turns(self) -> None:
         self.turns.keep(p.tenant for p in itertools.chain(self.running, self.waiting))
 

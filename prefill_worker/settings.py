@@ -30,7 +30,8 @@ class PrefillSettings(CommonSettings):
     """Prompts that may hold pages at a time, those waiting for decode's acknowledgement included."""
 
     chunk_tokens: int = 256
-    """Tokens of one engine step, over all prompts in it. Smaller: other prompts and cancellation come sooner."""
+    """Tokens of one engine step, over all prompts in it. Smaller: other prompts and cancellation come sooner. Larger:
+    prompts that a decode worker helps with (router.disaggregate) are done sooner."""
 
     batch_tokens: int = 64
     """Tokens up to which a step of short prompts is filled with parts of others. Larger: each step's fixed cost is

@@ -170,7 +170,7 @@ class PrefillWorker(PoolWorker):
             prefill_token_us=1e6 * scheduler.cost.full_token_s(self.settings.chunk_tokens),
             prefill_pair_ns=1e9 * scheduler.cost.pair_s,
             step_ms=1000 * self.pipeline.step_s,
-            chunk_tokens=self.settings.chunk_tokens,
+            chunk_tokens=scheduler.full_chunk,
         )
 
     def _stakes(self) -> tuple[Stake, ...]:

@@ -88,8 +88,9 @@ class RouterSettings:
 
     disaggregate: str = ALWAYS
     """Who computes prompts. always: a prefill worker, without which nothing is served. never: the decode worker that
-    goes on with them. auto: whichever is predicted to be cheaper, from the rates that workers measure; the decode
-    worker, too, where no prefill worker is left. For the operator to set: a request cannot choose."""
+    goes on with them. auto: whichever is predicted to be cheaper, or both together (the prefill worker
+    the beginning, the decode worker the end), from the rates that workers measure; the decode worker, too, where no
+    prefill worker is left. For the operator to set: a request cannot choose."""
 
     request_timeout_s: float = 600.0
     """Longest life of one request, all attempts and the whole answer included."""

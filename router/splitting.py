@@ -9,6 +9,9 @@ each layer the end reads the beginning's keys and values, so it runs one layer b
 
 Both end at about the same time where the end takes as long as that last chunk. What is before it gains nothing, so
 the end is at most about as long as a chunk of the prefill worker. Times are predicted as in prediction.py.
+
+Where other prompts wait at either of the two, none is split: it would need both at once, and be overtaken at both,
+while all that it could save is time of a worker that has none to spare.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pdserve.registry.records import SPLIT
 from router.gate import Pair, computes_like
 from router.prediction import PENALTY, Forecast, Pace, Site, bytes_per_token, full, pace, slowed, transfer_s, turn
 
-LEAST = 64  # tokens that each of them computes at least: less would not pay for what two workers have to agree on
+LEAST = 128  # tokens that each of them computes at least: less would not pay for what two workers have to agree on
 GAIN = 0.95  # of what the cheapest other way costs, at most: less gain is not worth two workers
 _STEPS = 24  # places that are tried
 _CHUNK = 256  # of a prefill worker that does not tell its own
@@ -40,14 +43,15 @@ def may_split(pair: Pair, here: Container[bytes]) -> bool:
 def best_split(prefill: Site, decode: Site, tokens: int, contract: WorkerContract) -> tuple[Forecast | None, int]:
     """The forecast of the best place, and the tokens before it; None, 0: there is none, or no rate to find it by."""
     measured = prefill.load.prefill_tokens_per_s > 0 and decode.load.prefill_tokens_per_s > 0
-    if not measured or full(prefill.load) or full(decode.load):
+    waiting = prefill.load.queued_tokens or decode.load.queued_prefill_tokens
+    if not measured or waiting or full(prefill.load) or full(decode.load):
         return None, 0
     page, chunk = contract.page_size, chunk_of(prefill)
-    least, most = max(LEAST, decode.held + 1), tokens - LEAST
+    least, most = -(-max(LEAST, decode.held + 1) // page) * page, tokens - LEAST
     step = -(-max(page, tokens // _STEPS) // page) * page
     # Full chunks of the prefill worker give the end the most time beside the last of them.
-    places = [*range(0, most + 1, step), *range(prefill.held + chunk, most + 1, chunk)]
-    able = [place for place in places if least <= place and not place % page]
+    places = [*range(least, most + 1, step), *range(prefill.held + chunk, most + 1, chunk)]
+    able = [place for place in places if place >= least and not place % page]
     forecasts = [(forecast(prefill, decode, tokens, place, contract), place) for place in able]
     return min(forecasts, key=lambda each: each[0].cost_s, default=(None, 0))
 

@@ -104,6 +104,7 @@ class UiPages:
             raise NotFound(
                 "the request is not among the last ones",
                 reason="UNKNOWN_REQUEST",
+                field="id",
                 remedy="look for its id in the router's log, which has the same record",
             )
         return Response(_dumps(ui_data.decision(seen)), headers=_DATA, media_type="application/json")

@@ -40,9 +40,9 @@ def _check_model(configured: str) -> None:
     try:
         path = model_path(configured)
         if not path.exists():
-            raise CheckpointError(f"{path} does not exist", remedy=f"check the path: {_KINDS}")
+            raise CheckpointError(f"{path} does not exist", field="path", remedy=f"check the path: {_KINDS}")
         if path.is_file() and path.suffix not in (".gguf", ".pdmodel", ".safetensors"):
-            raise CheckpointError(f"{path} is not a model", remedy=f"give {_KINDS}")
+            raise CheckpointError(f"{path} is not a model", field="path", remedy=f"give {_KINDS}")
         if configured != PACKAGED_MODEL:
             # torch takes seconds to import, and a wrong path is known without it.
             from pdserve.engine.spec_file import read_spec

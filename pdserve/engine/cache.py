@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class Rows:
     index: NDArray[np.intp]
     row_bytes: int
 
-    @property
+    @cached_property
     def type(self) -> np.dtype[np.void]:
         return np.dtype((np.void, self.row_bytes))
 
@@ -245,7 +246,7 @@ class PagedCache:
             self.staging.read(self._device_rows(plane, layer, rows), rows.index, host)
             return
         source = self._plane(plane, layer).reshape(-1).view(rows.type)
-        np.take(source, rows.index, out=rows.view(out), mode="clip")
+        source.take(rows.index, None, rows.view(out), "clip")
 
     def write_rows(self, plane: str, layer: int, rows: Rows, payload: memoryview) -> None:
         """The inverse; on a device it is queued, and the next step comes after it. Raises Internal as `read_rows`."""

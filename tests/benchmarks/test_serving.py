@@ -95,6 +95,7 @@ def test_predictions_are_told_of_those_that_were_measured() -> None:
     found = {figure.name: figure.value for figure in figures_of([run])}
     title = "interference, pdserve, disaggregated"
     assert found[f"{title}: prompts computed by the decode worker"] == 0.5
+    assert found[f"{title}: prompts computed by both workers together"] == 0.0
     assert found[f"{title}: time to first token over the predicted, median"] == 1.5
     assert found[f"{title}: processor time"] == 1.25
 

@@ -59,7 +59,7 @@ async def test_a_request_has_a_number_of_attempts() -> None:
         await send_retry(r, call)
         with pytest.raises(Refused) as caught:
             await call.answer()
-        assert caught.value.reason == "TOO_MANY_ATTEMPTS"
+        assert (caught.value.reason, caught.value.field) == ("TOO_MANY_ATTEMPTS", "decode.max_attempts")
 
 
 async def test_a_new_ticket_takes_the_place_of_an_unread_one() -> None:
@@ -89,7 +89,7 @@ async def test_a_running_request_ends_by_its_deadline(who: str) -> None:
             with pytest.raises(DeadlineExceeded) as caught:
                 await call.answer()
             if who == "worker":
-                assert caught.value.reason == "GENERATE_TIMEOUT"
+                assert (caught.value.reason, caught.value.field) == ("GENERATE_TIMEOUT", "deadline")
             await gate.open()
             await r.empty()
 

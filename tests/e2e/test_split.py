@@ -56,7 +56,7 @@ class Telling:
 async def splitting(
     prefill: Engine | None = None, decode: Engine | None = None, **settings: Any
 ) -> AsyncIterator[Stack]:
-    """A stack whose prompts of 128 tokens and more are split."""
+    """A stack whose prompts of 256 tokens and more are split."""
     async with stack(disaggregate="auto") as made:
         told = Telling(made.router.registry)
         await made.add_prefill(prefill, through=told, chunk_tokens=256)
@@ -72,7 +72,7 @@ def attempts(completion: Completion) -> tuple[AttemptRecord, ...]:
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, ONE], ids=["greedy", "sampled", "one token"])
 async def test_a_split_prompt_has_the_answer_of_one_process_bit_for_bit(params: SamplingParams) -> None:
     async with splitting() as made:
-        for length in (128, 201, 400):
+        for length in (256, 301, 400):
             ids = prompt(length, seed=length)
             answer = await made.ask(ids, params)
             again = await made.ask(ids, params)  # with what both have kept of it
@@ -84,7 +84,7 @@ async def test_a_split_prompt_has_the_answer_of_one_process_bit_for_bit(params: 
             assert answer.logprobs == again.logprobs == handed.logprobs
             (attempt,) = attempts(answer)
             assert attempt.placement == "split" and attempt.placement_reason == "cheaper"
-            assert 64 <= attempt.handoff_tokens <= length - 64
+            assert 128 <= attempt.handoff_tokens <= length - 128
             assert attempt.computed_tokens == length and attempt.sent_tokens == attempt.handoff_tokens
             assert answer.usage is not None and answer.usage.cached_prompt_tokens == 0
         status = await made.client.status()
@@ -112,7 +112,7 @@ async def test_the_end_is_one_layer_behind_the_beginning(layer: int) -> None:
 async def test_several_split_prompts_and_their_streams_at_once() -> None:
     params = SamplingParams(temperature=0, max_tokens=40, seed=0)
     async with splitting(engine(pages=512), engine(pages=512)) as made:
-        ids = [prompt(150 + 31 * n, seed=n) for n in range(5)]
+        ids = [prompt(260 + 31 * n, seed=n) for n in range(5)]
         answers = await asyncio.gather(*(made.ask(each, params) for each in ids))
         for each, answer in zip(ids, answers, strict=True):
             assert answer.ids == alone(each, params).ids
@@ -120,7 +120,7 @@ async def test_several_split_prompts_and_their_streams_at_once() -> None:
 
 
 async def test_several_outputs_of_a_split_prompt_are_those_of_a_handoff() -> None:
-    ids = prompt(180, seed=4)
+    ids = prompt(280, seed=4)
     async with splitting() as made:
         split = await made.ask(ids, SAMPLED, n=3)
         assert [attempt.placement for attempt in attempts(split)] == ["split"]
@@ -133,7 +133,7 @@ async def test_several_outputs_of_a_split_prompt_are_those_of_a_handoff() -> Non
 
 async def test_an_answer_goes_on_elsewhere_after_a_split_prompt() -> None:
     params = SamplingParams(temperature=0, max_tokens=150, seed=0)
-    ids = prompt(200, seed=9)
+    ids = prompt(290, seed=9)
     async with splitting() as made:
         await made.add_decode(through=Telling(made.router.registry))
         async with streaming(made, ids, params) as events:

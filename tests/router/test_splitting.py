@@ -94,9 +94,12 @@ def test_without_rates_or_with_full_queues_or_little_to_compute_there_is_no_plac
         (P, replace(D, prefill_tokens_per_s=0)),
         (replace(P, waiting=8), D),
         (P, replace(D, waiting=8)),
+        (replace(P, queued_tokens=1), D),  # others wait, who would overtake it
+        (P, replace(D, queued_prefill_tokens=1)),
     ]:
         assert best_split(Site(prefill, ()), Site(decode, ()), 1024, CONTRACT) == (None, 0)
     assert best_split(Site(P, ()), Site(D, ()), 2 * LEAST - 1, CONTRACT) == (None, 0)
+    assert best_split(Site(P, ()), Site(D, ()), 2 * LEAST, CONTRACT)[1] == LEAST
     assert best_split(Site(P, ()), Site(D, (), held=1000), 1024, CONTRACT) == (None, 0)
     assert not placed(among(), tokens=64).split
 
@@ -111,7 +114,7 @@ def test_the_handoff_brings_more_than_the_decode_worker_holds() -> None:
 def test_no_prediction_beats_what_both_can_compute_together(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(50):
-        prefill = Site(replace(P, prefill_tokens_per_s=rng.uniform(100, 3000), queued_tokens=rng.choice([0, 700])), ())
+        prefill = Site(replace(P, prefill_tokens_per_s=rng.uniform(100, 3000)), ())
         load = replace(D, prefill_tokens_per_s=rng.uniform(100, 3000), running=rng.choice([0, 0, 3]))
         decode, tokens = Site(load, ()), rng.randrange(2 * LEAST, 4000)
         best, place = best_split(prefill, decode, tokens, CONTRACT)
