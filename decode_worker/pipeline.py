@@ -274,11 +274,11 @@ class Pipeline:
         """What steps cost here. The layers of a tail are one chunk, once all have run: some of them at a time say
         nothing of what belongs to a step and what to a token.
         """
-        cost, tail = self.scheduler.prompts.cost, plan.tail
+        prompts, tail = self.scheduler.prompts, plan.tail
         if plan.spans:
-            cost.observe(plan.spans, seconds - (tail.last_s if tail is not None else 0.0))
+            prompts.learn(plan.spans, seconds - (tail.last_s if tail is not None else 0.0))
         if tail is not None and isinstance(output.tail, FirstLogits):
-            cost.observe([(tail.chunk.start, len(tail.chunk.ids))], tail.spent_s)
+            prompts.learn([(tail.chunk.start, len(tail.chunk.ids))], tail.spent_s)
 
     async def _drain(self, sequence: Sequence, state: State, error: PdserveError) -> None:
         await self.handoffs.close(sequence)

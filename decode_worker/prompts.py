@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from pdserve.engine.order import RESERVE, Turns, Waiter, pressing, share_out
-from pdserve.engine.rate import Span, StepCost
+from pdserve.engine.rate import TOLD_S, Span, StepCost
 
 LEAST_TOKENS = 8
 _BATCH_TOKENS = 64  # up to which a step of short prompts is filled with parts of others
@@ -43,11 +43,18 @@ class Prompts:
     chunk_tokens: int
     step_s: float
     cost: StepCost = field(default_factory=StepCost)
-    """What steps take here; whoever runs them tells it."""
+    """What steps take here now; whoever runs them tells it (`learn`)."""
+    told: StepCost = field(default_factory=lambda: StepCost(TOLD_S))
+    """The same, as others are told."""
     turns: Turns = field(default_factory=Turns)
     computed: int = 0  # tokens of prompts so far
     clock: Callable[[], float] = time.monotonic
     """Only asked for prompts with an objective."""
+
+    def learn(self, spans: Sequence[Span], seconds: float) -> None:
+        """A step of these chunks took so long."""
+        self.cost.observe(spans, seconds)
+        self.told.observe(spans, seconds)
 
     def share(self, prompts: Sequence[P], beside: Sequence[Span], streams: bool) -> list[tuple[P, int]]:
         """The next chunk of each prompt that gets one; takes their turns.
@@ -115,7 +122,7 @@ class Prompts:
 
     def tokens_per_s(self) -> float:
         """Rate of a prompt that has the worker to itself; 0 while none was computed here."""
-        return self.cost.tokens_per_s(self.chunk_tokens) if self.computed else 0.0
+        return self.told.tokens_per_s(self.chunk_tokens) if self.computed else 0.0
 
     def shared_tokens_per_s(self, beside: Sequence[Span]) -> float:
         """Rate of a prompt beside streams that take these parts in each step, without any beside one, which may have
@@ -125,7 +132,7 @@ class Prompts:
             return 0.0
         beside = beside or [_ONE_STREAM]
         tokens = self.limit((), beside)
-        seconds = self.cost.predict([*beside, (0, tokens)])
+        seconds = self.told.predict([*beside, (0, tokens)])
         return tokens / seconds if seconds > 0 else 0.0
 
     def wait_s(self, prompts: Iterable[Prompt], beside: Sequence[Span]) -> float:

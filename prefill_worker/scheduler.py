@@ -38,7 +38,7 @@ from pdserve.engine.blocks import BlockManager
 from pdserve.engine.order import RESERVE, Shares, Turns, pressing, share_out
 from pdserve.engine.plan import Chunk, StepPlan
 from pdserve.engine.prefix import Prefix
-from pdserve.engine.rate import Span, StepCost
+from pdserve.engine.rate import TOLD_S, Span, StepCost
 from pdserve.errors import Exhausted
 
 PASSES = RESERVE - 1
@@ -110,7 +110,7 @@ class Scheduler:
     waiting: list[Prompt] = field(default_factory=list)
     running: list[Prompt] = field(default_factory=list)
     turns: Turns = field(default_factory=Turns)
-    cost: StepCost = field(default_factory=StepCost)
+    cost: StepCost = field(default_factory=lambda: StepCost(TOLD_S))
     """What steps take here; whoever runs them tells it."""
     _submitted: int = 0
 

@@ -18,7 +18,7 @@ from router.failures import for_client
 from router.gate import Match, Member, Pair, computes_like, explain, narrowed, without
 from router.placement import Demand, cache_tokens, place
 from router.pool import Pool
-from router.prefixes import PrefixRecord, chain
+from router.prefixes import BLOCK_TOKENS, PrefixRecord, chain
 from router.record import Account
 from router.request import Request
 
@@ -122,9 +122,14 @@ class Planner:
         return None
 
     def remember(self, account: Account) -> None:
-        """Both workers of the account's last attempt now hold its prompt."""
-        pair = account.trials[-1].pair
-        self.prefixes.record(links(account.request), pair.prefill.record.incarnation, pair.decode.record.incarnation)
+        """Both workers of the account's last attempt now hold its prompt, or the one its beginning."""
+        pair, blocks = account.trials[-1].pair, links(account.request)
+        prefill, decode = pair.prefill.record.incarnation, pair.decode.record.incarnation
+        if not pair.split:
+            self.prefixes.record(blocks, prefill, decode)
+            return
+        self.prefixes.record(blocks[: pair.handoff_tokens // BLOCK_TOKENS], prefill)
+        self.prefixes.record(blocks, decode)
 
     def _matches(self, request: Request) -> tuple[Match, ...]:
         matches = self._pool.verdict(request.model).matches

@@ -4,14 +4,19 @@
 
 `pairs` are (new token, token it reads) pairs, so that a chunk far into a long prompt is known to cost more. The
 coefficients are those, none negative, that make the *relative* error of recent steps smallest: least squares with
-each step forgotten by `_FORGET` per step after it. They follow a machine whose load changes within some tens of steps.
+each step forgotten by `_FORGET` per step after it. They follow a machine whose load changes within some tens of steps,
+which is right for planning the next one. What others are told is learned with a memory of `TOLD_S` seconds of steps
+instead: the many short steps of streams would soon have driven out the few of a prompt, without which nothing tells a
+token's cost from a step's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+TOLD_S = 10.0
 _FORGET = 0.96
+_LEAST_KEPT = 0.9  # of all before, after one step, however long
 _SWEEPS = 8  # of coordinate descent, from the last solution on
 _SCALES = (1.0, 1 / 256, 1 / 65536)  # bring the three terms to the same size
 
@@ -24,9 +29,14 @@ def pairs(start: int, tokens: int) -> int:
 
 
 class StepCost:
-    """Predicts the seconds of a step. Nothing is known before the first `observe`."""
+    """Predicts the seconds of a step. Nothing is known before the first `observe`.
 
-    def __init__(self) -> None:
+    Args:
+        half_life_s: seconds of steps after which one counts half; 0: it is forgotten by the number of those after it.
+    """
+
+    def __init__(self, half_life_s: float = 0.0) -> None:
+        self._half_life_s = half_life_s
         self._known = [0.0, 0.0, 0.0]
         self._sums = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
@@ -50,10 +60,11 @@ class StepCost:
     def observe(self, spans: Iterable[Span], seconds: float) -> None:
         """Learns from a step of these chunks."""
         row = [value / max(seconds, 1e-9) for value in _terms(spans)]
+        kept = max(_LEAST_KEPT, 0.5 ** (seconds / self._half_life_s)) if self._half_life_s else _FORGET
         for i in range(3):
-            self._targets[i] = _FORGET * self._targets[i] + row[i]
+            self._targets[i] = kept * self._targets[i] + row[i]
             for j in range(3):
-                self._sums[i][j] = _FORGET * self._sums[i][j] + row[i] * row[j]
+                self._sums[i][j] = kept * self._sums[i][j] + row[i] * row[j]
         if not self.known:  # one step says only what a token costs with everything else in it
             self._known[1] = 1 / row[1]
             return

@@ -179,7 +179,7 @@ def test_a_prompt_of_one_token_computes_its_pages_too_and_finds_what_others_left
 
 
 def test_what_is_told_of_rates_follows_the_streams() -> None:
-    prompts = Prompts(chunk_tokens=256, step_s=0.1, cost=learned())
+    prompts = Prompts(chunk_tokens=256, step_s=0.1, cost=learned(), told=learned())
     assert prompts.tokens_per_s() == 0  # no prompt was computed here: nobody should rely on it
     prompts.computed = 1
     alone = prompts.tokens_per_s()

@@ -160,7 +160,8 @@ async def test_a_handoff_cannot_bring_all_of_a_split_prompt_or_more(at: int) -> 
 
 async def test_workers_of_other_arithmetic_do_not_share_a_prompt() -> None:
     async with rig() as r:
-        other = replace(r.prefill.contract, info={**r.prefill.contract.info, "deterministic": "true"})
+        own = r.prefill.contract.info
+        other = replace(r.prefill.contract, info={**own, "deterministic": str(own["deterministic"] == "false").lower()})
         async with r.call(prompt(61), GREEDY, handoff_tokens=40, contract=other) as call:
             with pytest.raises(Refused, match="numerics") as caught:
                 await call.event()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pdserve.engine.rate import StepCost, pairs
+from pdserve.engine.rate import TOLD_S, StepCost, pairs
 
 
 def true_s(spans: list[tuple[int, int]]) -> float:
@@ -62,3 +62,14 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
     assert cost.prompt_s(1024, 0, 256) == pytest.approx(
         3 * sum(true_s([(s, 256)]) for s in (0, 256, 512, 768)), rel=0.1
     )
+
+
+def test_what_others_are_told_of_prompts_outlives_many_short_steps() -> None:
+    told, rng = StepCost(TOLD_S), random.Random(2)
+    for start in range(0, 2048, 256):
+        told.observe([(start, 256)], true_s([(start, 256)]))
+    for n in range(300):  # five seconds of streams and no prompt, not quite as regular as the formula
+        spans = [(100 + n, 1)] * 3
+        told.observe(spans, 0.4 * true_s(spans) * rng.uniform(0.95, 1.05))
+    whole = sum(true_s([(start, 256)]) for start in range(0, 2048, 256))
+    assert told.prompt_s(2048, 0, 256) == pytest.approx(whole, rel=0.25)
