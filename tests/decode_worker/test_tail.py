@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,12 @@ def test_nothing_is_lost_when_several_threads_count() -> None:
         (layer, (head, head + 1), (t, t + 8)) for layer in range(50) for head in range(4) for t in range(0, 64, 8)
     ]
     random.Random(1).shuffle(pieces)
-    threads = [threading.Thread(target=lambda n=n: [made.wrote(*p) for p in pieces[n::4]]) for n in range(4)]
+
+    def write(number: int) -> None:
+        for piece in pieces[number::4]:
+            made.wrote(*piece)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -92,7 +98,7 @@ def test_a_step_has_as_many_layers_as_let_it_end_within_its_limit() -> None:
 
 @asynccontextmanager
 async def split(
-    r: Rig, ids: Sequence[int], at: int, **fields: object
+    r: Rig, ids: Sequence[int], at: int, **fields: Any
 ) -> AsyncIterator[tuple[Call, decode_pb2.Admitted, Computed]]:
     """A request whose handoff brings `at` tokens, admitted, and the cache of those."""
     async with r.call(ids, GREEDY, handoff_tokens=at, **fields) as call:
