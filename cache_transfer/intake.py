@@ -78,10 +78,6 @@ class AnyIntake(ABC):
         self._drained = False
 
     @abstractmethod
-    def begin(self) -> None:
-        """The grant is about to be sent. Raises when the attempt has lost the right to write."""
-
-    @abstractmethod
     async def take(self, message: FrameMessage) -> None:
         """Accepts frames that may come next, and waits while too many are not yet written.
 
@@ -145,9 +141,6 @@ class Intake(AnyIntake):
     def __init__(self, incoming: Incoming) -> None:
         super().__init__(incoming)
         self._writers = Writers(incoming.executor, self._writer, incoming.rights, self._on_written)
-
-    def begin(self) -> None:
-        """Its first message is soon enough."""
 
     async def take(self, message: FrameMessage) -> None:
         if isinstance(message, Queued) or (isinstance(message, SharedFrames) and self._incoming.shared is None):

@@ -1,8 +1,7 @@
 """The frames of one attempt that come through the queue in shared memory, and in no other way.
 
 A thread takes, checks, verifies and writes them, one after the other, for as long as there are some; the event loop
-hears of nothing. It starts with the grant, so that the first frame finds it waiting; `Queued` only starts it again
-once it has found the queue empty.
+hears of nothing. `Queued` only starts it again once it has found the queue empty.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from cache_transfer.messages import Queued
 from cache_transfer.refusals import out_of_order
 from cache_transfer.shared_queue import LINGERS, RUNS, SLEEPS, Queue
 
-_JOB_BYTES = 32 << 20  # then the thread gives way to other handoffs, and the event loop has a say: a pause of 0.2 ms
+_JOB_BYTES = 8 << 20  # then the thread gives way to other handoffs, and the event loop has a say
 
 
 class QueueIntake(AnyIntake):
@@ -26,11 +25,7 @@ class QueueIntake(AnyIntake):
         self.grant = replace(self.grant, queue=True)
         self._queue = queue
         self._loop = asyncio.get_running_loop()
-        self._first = True  # of its jobs
         self._jobs = Jobs(incoming.executor, incoming.rights, self._find, lambda _: None)
-
-    def begin(self) -> None:
-        self._jobs.start()
 
     async def take(self, message: FrameMessage) -> None:
         if not isinstance(message, Queued):
@@ -45,8 +40,7 @@ class QueueIntake(AnyIntake):
         await self._jobs.drain()
 
     def _find(self) -> Job | None:
-        first, self._first = self._first, False
-        return self._run if first or self._more(SLEEPS) else None
+        return self._run if self._more(SLEEPS) else None
 
     def _more(self, how: int) -> bool:
         """Whether a frame is there; if not, the sender knows how this side waits for one."""
@@ -66,8 +60,7 @@ class QueueIntake(AnyIntake):
             if self._more(LINGERS):
                 self._take_one()
             else:
-                if not self._coverage.complete:  # else nothing is to come
-                    self._queue.linger()
+                self._queue.linger()
                 self._queue.waits(RUNS)
                 if not self._more(SLEEPS):
                     break

@@ -233,7 +233,6 @@ class Receiver:
             granted_at = time.monotonic()
             attempt.receipt.granted()
             intake = attempt.intake = self._make_intake(attempt, sink, stream)
-            intake.begin()
             await stream.write(intake.grant)
             message = await self._next(stream, deadline, "a frame", reading)
         finally:

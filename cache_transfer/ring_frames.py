@@ -17,7 +17,7 @@ from cache_transfer.shared import Ring
 from cache_transfer.shared_queue import LINGERS, RUNS, SLEEPS
 from cache_transfer.transport import PushStream
 
-_JOB_BYTES = 32 << 20  # then the thread gives way to other handoffs: a pause of 0.2 ms
+_JOB_BYTES = 8 << 20  # then the thread gives way to other handoffs
 
 
 class RingFrames:

@@ -8,11 +8,10 @@
     put, `announced` + 1      ------------------------------->  get, verify, write
                               <-------------------------------  `done` + 1
 
-Who finds nothing to do says so in a word of its own, looks again, and waits: first a little on the other's counter (it
-looks for some microseconds, then futex.py), where the other's thread wakes it; then its thread ends, and the other's
-event loop wakes it by a message on the stream (Queued or Release). Between a write and the look that answers it there
-is a fence on both sides, so of two that meet at least one sees the other. A waiting word is never the same twice, so
-each wait is ended once.
+Who finds nothing to do says so in a word of its own, looks again, and waits: first a little on the other's counter
+(futex.py), where the other's thread wakes it; then its thread ends, and the other's event loop wakes it by a message on
+the stream (Queued or Release). Between a write and the look that answers it there is a fence on both sides, so of two
+that meet at least one sees the other. A waiting word is never the same twice, so each wait is ended once.
 
 Neither side trusts the other's counters: what they cannot be is SHARED_RANGE, and an entry is copied before it is read.
 """
@@ -31,7 +30,6 @@ START = 4096  # of the entries
 ENTRY_BYTES = 512  # a header has at most 256
 MAX_ENTRIES = 256
 LINGER_S = 0.002  # what a thread waits on the other's before it ends
-LOOKS = 1000  # before that, at once one after the other: 40 us, where sleeping and being woken take as long
 
 # Where the words are, in words. The sender writes the first three.
 ANNOUNCED, SENDER_WAITS, WANTED, DONE, RECEIVER_WAITS = 8, 16, 24, 32, 40
@@ -124,11 +122,7 @@ class Queue:
 
     def linger(self) -> None:
         """Returns when the other's counter is not what it was when last read, or after LINGER_S."""
-        words, counts, seen = self._words, self._counts, self._seen
-        for _ in range(LOOKS):
-            if words[counts] != seen:
-                return
-        self._linger_on.wait(seen, LINGER_S)
+        self._linger_on.wait(self._seen, LINGER_S)
 
     def close(self) -> None:
         """Gives the views of the memory back. Idempotent."""

@@ -35,7 +35,6 @@ from pdserve.errors import (
     Unavailable,
 )
 from pdserve.rpc.convert import finish_from_proto, sampling_to_proto, tokens_from_proto
-from pdserve.rpc.ending import answer, give_up
 from pdserve.rpc.events import Finish, Prefilled, TokenBatch
 from pdserve.rpc.status import difference_from_proto, from_detail, from_rpc_error, has_detail, is_lost
 from pdserve.rpc.writing import write
@@ -111,9 +110,9 @@ class DecodeCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._reading is not None:
-                await give_up(self._call, self._reading)
             self._call.cancel()
+            if self._reading is not None:
+                await settled(self._reading)
         finally:
             self._open.close()
 
@@ -227,7 +226,7 @@ async def run_prefill(
     with connected(channels, address) as channel:
         stub: Any = prefill_pb2_grpc.PrefillStub(channel)
         try:
-            r: prefill_pb2.RunResponse = await answer(stub.Run(run, timeout=timeout_s, metadata=outgoing()))
+            r: prefill_pb2.RunResponse = await stub.Run(run, timeout=timeout_s, metadata=outgoing())
         except grpc.RpcError as error:
             raise call_error(error, address) from error
     return PrefillReport(

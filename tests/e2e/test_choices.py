@@ -12,7 +12,7 @@ import pytest
 from pdserve.client import Completion, Finish, Tokens
 from pdserve.errors import PdserveError, Unavailable
 from pdserve.local import LocalRunner
-from pdserve.registry.records import CHOICES, GRAMMAR, SPECIAL_TOKENS
+from pdserve.registry.records import CHOICES, GRAMMAR, SPECIAL_TOKENS, SPLIT
 from pdserve.request import SamplingParams
 from pdserve.v1 import worker_pb2
 from tests.e2e.stack import FREE_S, Stack, pair, stack
@@ -149,7 +149,7 @@ async def test_workers_of_an_older_version_never_get_what_they_would_ignore() ->
             answer = await made.ask(IDS, asked, n=2)
             assert answer.record is not None and answer.record.decode_worker == "d1"
         told = {worker.worker_id: worker.capabilities for worker in (await made.client.status()).workers}
-        assert told == {"p0": (), "d0": (GRAMMAR,), "d1": (CHOICES, GRAMMAR, SPECIAL_TOKENS)}
+        assert told == {"p0": (), "d0": (GRAMMAR,), "d1": (CHOICES, GRAMMAR, SPECIAL_TOKENS, SPLIT)}
         await made.remove(made.decodes[1])
         old.capabilities = frozenset({CHOICES})
         await old._heartbeat._registry.register(old.record())  # type: ignore[union-attr]

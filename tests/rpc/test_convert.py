@@ -46,7 +46,7 @@ FULL = SamplingParams(
 PAGE_SIZE = FieldDifference("PAGE_SIZE", "8", "16")
 ATTEMPT = AttemptRecord(
     "p", "d", 3, 4, 5.5, 6.5, "LOST", "e", 7, 8, 9.5, 10.5, 11.5, 12.5, 13, 14, 2**41, 15, 16.5, 17.5, 18.5, 19.5,
-    "handoff", "cheaper", 20.5, 21.5, 22.5,
+    "handoff", "cheaper", 20.5, 21.5, 22.5, 23.5, 24,
 )  # fmt: skip
 RECORD = HandoffRecord(
     "id", "p", "d", 2, 10, 8, 6, 2**40, 12, 1.5, 2.5, 3.5, 4.5, 5.5, (PAGE_SIZE,), ("n",), 9, "stop",
