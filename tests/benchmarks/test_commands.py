@@ -41,7 +41,7 @@ def figures_of(name: str, folder: Path) -> list[dict[str, Any]]:
         ("memory", 6, 4),
         ("registry", 22, 3),
         ("router", 9, 2),
-        ("serving", 24, 1),
+        ("serving", 25, 1),
         ("startup", 1, 0),
     ],
 )
