@@ -148,7 +148,7 @@ class Handoffs:
         arrivals = Arrivals(planes, claim.end - claim.start, lambda: loop.call_soon_threadsafe(self._changed))
         ids, pages = sequence.ids, sequence.pages[: self._scheduler.blocks.pages_for(len(sequence.ids))]
         chunk = Chunk(sequence.key, ids[claim.end :], claim.end, pages, adapter=sequence.request.adapter)
-        sequence.tail = Tail(chunk, arrivals, len(planes))
+        sequence.tail = Tail(chunk, arrivals, len(planes), sequence.ends_at)
         return CountingSink(sink, arrivals)
 
     def verified(self, claim: Claim, logits: ReceivedLogits, report: ReceiveReport) -> None:

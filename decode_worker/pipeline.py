@@ -108,7 +108,9 @@ class Pipeline:
 
     @property
     def adapters_in_use(self) -> tuple[bytes | None, ...]:
-        return tuple(sequence.request.adapter for sequence in self.sequences)
+        tail = self.scheduler.running_tail  # its sequence may have left
+        running = () if tail is None else (tail.chunk.adapter,)
+        return (*running, *(sequence.request.adapter for sequence in self.sequences))
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compiles it off the loop, so that `submit` finds it. Raises InvalidRequest (INVALID_GRAMMAR)."""
@@ -214,6 +216,7 @@ class Pipeline:
             plan = self.scheduler.plan()
             if plan.size:
                 await self._step(plan)
+                self._look_quiet()
             else:
                 self.step_s = 0.0
                 await self._wake.wait()
@@ -293,9 +296,13 @@ class Pipeline:
             self.counted.ended.add(outcome.state)
         error = f" ({quoteless(outcome.error)})" if outcome.error else ""
         log.info("%s: %s%s", outcome.key, outcome.state, error, extra=about(sequence.scope))
-        if self.scheduler.idle:
-            self.quiet.set()
+        self._look_quiet()
         self._wake.set()
+
+    def _look_quiet(self) -> None:
+        """No sequence is here, and no step computes for one that has left."""
+        if self.scheduler.idle and self.scheduler.running_tail is None:
+            self.quiet.set()
 
 
 def prefilled(sequence: Sequence, plan: DecodePlan, now: float) -> Prefilled:

@@ -110,19 +110,20 @@ class Planner:
         }
         if not tails:
             return None, 0
-        sequence, tail = min(tails.items(), key=lambda item: item[1].remaining)
+        shortest_first = sorted(tails.items(), key=lambda item: item[1].remaining)
         if prompts := self._prompts():
             self._contended += 1
-            shorter = all(tail.remaining <= prompt.remaining for prompt in prompts)
+            shorter = all(shortest_first[0][1].remaining <= prompt.remaining for prompt in prompts)
             if shorter == (self._contended % RESERVE == 0):
                 return None, 0
         beside, streams = _spans(takes), any(other.remaining == 1 for other in takes)
-        if layers := self.prompts.layers(tail.span, tail.ready, beside, streams):
-            self.memory.blocks.retain(tail.owner, tail.chunk.pages)
-            self.tail = tail
-            return tail, layers
-        if sequence.prefilling:  # a layer takes too long beside streams: parts of the usual size, then
-            sequence.tail = None
+        for sequence, tail in shortest_first:
+            if layers := self.prompts.layers(tail.span, tail.ready, beside, streams):
+                self.memory.blocks.retain(tail.owner, tail.chunk.pages)
+                self.tail = tail
+                return tail, layers
+            if sequence.prefilling:  # a layer takes too long beside streams: parts of the usual size, then
+                sequence.tail = None
         return None, 0
 
     def _take_prompts(self, takes: dict[Sequence, int]) -> None:

@@ -262,7 +262,8 @@ class Scheduler:
         elif output is not None:
             tail.first = output
             self.prompts.computed += len(tail.chunk.ids)
-            self._end_prompt(sequence)
+            if sequence.prefilling:  # else `join` does it, once the handoff is verified
+                self._end_prompt(sequence)
 
     def _end_prompt(self, sequence: Sequence) -> None:
         """If its whole prompt is here, verified and computed, its first token may be sampled, or its outputs begin."""

@@ -7,6 +7,7 @@ samplers, changes nothing but pages.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.plan import StepCounters, StepPlan
 from pdserve.engine.rate import Span
 from pdserve.errors import Internal, PdserveError
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "float64": torch.float64}
 
@@ -96,6 +99,9 @@ def _advanced(engine: Engine, plan: DecodePlan) -> FirstLogits | PdserveError | 
         return plan.tail.advance(engine, plan.tail_layers)
     except PdserveError as error:
         return error
+    except Exception:
+        log.exception("layers of %s failed", plan.tail.owner)
+        return Internal("the engine failed", reason="ENGINE_FAILED", remedy="see the worker's log", retryable=True)
 
 
 def kept_logits(row: Tensor) -> FirstLogits:

@@ -81,11 +81,13 @@ class Tail:
     Args:
         chunk: the end of the prompt, with all pages of the sequence.
         layers: of the model.
+        ends_at: monotonic seconds: when its sequence ends at the latest.
     """
 
     chunk: Chunk
     arrivals: Arrivals
     layers: int
+    ends_at: float
     done: int = 0  # layers
     steps: int = 0
     began_at: float = 0.0  # monotonic seconds, of its first step

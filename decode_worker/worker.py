@@ -176,7 +176,7 @@ class DecodeWorker(PoolWorker):
 
     def _stakes(self) -> tuple[Stake, ...]:
         tail = self.pipeline.scheduler.running_tail
-        running = () if tail is None else (Stake(tail.owner, REQUEST, tail.chunk.pages, math.inf),)
+        running = () if tail is None else (Stake(tail.owner, REQUEST, tail.chunk.pages, tail.ends_at),)
         return (*running, *(stake for sequence in self.pipeline.sequences for stake in _stakes_of(sequence)))
 
 

@@ -60,6 +60,7 @@ class Attempts:
         self._planner = planner
         self._account = account
         self._backlog = backlog
+        self._rest: Job | None = None  # the end of a split prompt, until decode has computed it
 
     async def run(self, pair: Pair) -> Finish:
         """Tokens and finish to the backlog. Raises decode's errors, and prefill's last."""
@@ -69,7 +70,7 @@ class Attempts:
         job = self._pool.begin(pair.decode, 0, size, max(1, len(request.choices)), request.tenant)
         # Counted from now on: other requests are placed while decode answers.
         prompt = None if pair.here else self._begin_prompt(pair, request)
-        rest = self._begin_rest(pair, request)
+        self._rest = self._begin_rest(pair, request)
         try:
             async with DecodeCall(self._channels, pair.decode.address, left_s(request)) as call:
                 first = await self._admission(call, pair, request)
@@ -83,7 +84,8 @@ class Attempts:
                     await self._backlog.put(Accepted(request.id, request.served, len(request.prompt_ids), seed))
                 return await self._prefill_and_stream(call, pair, request, first, prompt)
         finally:
-            for each in (job, prompt, rest):
+            self._end_rest()
+            for each in (job, prompt):
                 if each is not None:
                     self._pool.end(each)
 
@@ -96,6 +98,11 @@ class Attempts:
         if not pair.split:
             return None
         return self._pool.begin(pair.decode, len(request.ids) - pair.handoff_tokens, 0, tenant=request.tenant)
+
+    def _end_rest(self) -> None:
+        if self._rest is not None:
+            self._pool.end(self._rest)
+            self._rest = None
 
     async def _admission(self, call: DecodeCall, pair: Pair, request: Request) -> Admitted | Finish:
         """Decode's first answer: a Finish only if it has nothing left to do."""
@@ -125,7 +132,9 @@ class Attempts:
             prompt = None
             following = self._planner.find(account, pair.decode)
             if following is not None and not following.here:  # decode was told what the handoff brings
-                following = replace(following, handoff_tokens=pair.handoff_tokens)
+                same = following.handoff_tokens == pair.handoff_tokens
+                choice = replace(following.choice, measured=following.choice.measured and same)
+                following = replace(following, handoff_tokens=pair.handoff_tokens, choice=choice)
             if following is not None and following.here and movable(error):
                 pair, ticket = following, None
                 await call.retry(None)
@@ -146,6 +155,7 @@ class Attempts:
     async def _compute_and_stream(self, call: DecodeCall, pair: Pair, request: Request) -> Finish:
         """The decode worker computes the prompt, or had its cache whole before it was asked to."""
         limit_s = self._settings.first_token_timeout_s
+        self._end_rest()
         job = self._pool.begin(pair.decode, len(request.ids), 0, tenant=request.tenant)
         try:
             async with asyncio.timeout(limit_s):
@@ -226,6 +236,7 @@ class Attempts:
         try:
             async with watched(self._pool, pair.decode, self._settings.inter_token_timeout_s) as silence:
                 while True:
+                    self._end_rest()  # whatever decode says after the admission, it has computed that
                     if isinstance(event, TokenBatch):
                         check_tokens(event, request, account, pair.decode)
                         account.tokens(event)

@@ -49,9 +49,11 @@ class LayeredStep:
         """Their work."""
         self.written = [0] * len(cache.written)
         """Rows that each of them has stored."""
-        self._spec, self._cache, self._adapters, self._trace, self._output = spec, cache, adapters, trace, output
+        self._spec, self._cache, self._trace, self._output = spec, cache, trace, output
         cache.clear(batch.stale)
         self.part = wanted_part(batch) if trace is None else None
+        if self.part is not None and self.part[0].chunks:  # now: an adapter may be gone before the last layer
+            self.part[0].adapters = adapters.rows(self.part[0].chunks, batch.ids.device)
         self._work = path.begin(batch, keep=trace is not None)
         self._reads = {window: Reads(batch, window) for window in {spec.window(i) for i in range(spec.layers)}}
         self.x = path.embed(batch)
@@ -106,6 +108,5 @@ class LayeredStep:
         if not part.chunks:
             return self.x[:0]
         layer = self._spec.layers - 1
-        part.adapters = self._adapters.rows(part.chunks, self.x.device)
         work, x, q = self.path.begin(part, keep=False), self.x[rows], q[rows]
         return work.output(layer, x, work.attend(layer, q, Reads(part, self._spec.window(layer))))

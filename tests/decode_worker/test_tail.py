@@ -21,6 +21,7 @@ from pdserve.request import SamplingParams
 from pdserve.v1 import common_pb2, decode_pb2
 from tests.decode_worker.prefill_side import Computed
 from tests.decode_worker.rig import Call, Rig, local, rig
+from tests.decode_worker.test_choices import read
 from tests.decode_worker.test_prompts import FIXED_S, learned
 from tests.engine.tiny import prompt
 
@@ -67,7 +68,7 @@ def test_nothing_is_lost_when_several_threads_count() -> None:
 
 def tail(start: int = 512, tokens: int = 240, layers: int = 30) -> Tail:
     made, _ = arrivals(((CachePlane("k", 1, 8),),) * layers, 1)
-    return Tail(Chunk("a", (1,) * tokens, start, ()), made, layers)
+    return Tail(Chunk("a", (1,) * tokens, start, ()), made, layers, 60.0)
 
 
 def test_the_parts_of_a_tail_cost_as_much_as_the_whole() -> None:
@@ -141,6 +142,28 @@ async def test_an_attempt_that_fails_in_any_layer_is_followed_by_another() -> No
                 admitted.identity.start = ticket.held_tokens
                 await r.push(admitted, computed, ticket=ticket)
                 assert await tokens(call) == expected.ids
+        await r.empty()
+
+
+async def test_outputs_of_a_prompt_whose_end_was_done_before_its_handoff_failed_wait_for_the_next_one() -> None:
+    ids, choices = prompt(61, seed=3), [decode_pb2.OpenChoice(choice=n) for n in range(2)]
+    async with rig() as r:
+        async with r.call(ids, GREEDY, choices=choices, tenant="whole") as call:
+            await r.push(await call.admitted(), r.prefill.compute(ids))
+            wanted = await read(call, 2)
+        async with split(r, ids, 40, choices=choices) as (call, admitted, computed):
+            layers = r.prefill.engine.spec.layers
+            sender = r.sender(admitted, computed, layers=layers - 1, deadline_s=0.5)
+            sender.computed(layers - 1, (0, 40))  # all of the cache, but neither logits nor commit
+            with pytest.raises(PdserveError):
+                await sender.run()
+            await call.send(retry=decode_pb2.DecodeRetry(prefill_contract=call._opening.prefill_contract))
+            ticket = await call.ticket()
+            admitted.identity.start = ticket.held_tokens
+            await r.push(admitted, computed, ticket=ticket)
+            assert (await call.event()).WhichOneof("event") == "prefilled"
+            told = await read(call, 2)
+        assert {n: one.said for n, one in told.items()} == {n: one.said for n, one in wanted.items()}
         await r.empty()
 
 

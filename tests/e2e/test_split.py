@@ -13,12 +13,14 @@ import pytest
 from decode_worker.worker import DecodeWorker
 from pdserve.client.events import Completion, Tokens
 from pdserve.engine.engine import Engine
+from pdserve.engine.layered import LayeredStep
+from pdserve.engine.plan import EngineConfig, StepPlan
 from pdserve.registry.records import Load, Registry, WorkerRecord
 from pdserve.request import SamplingParams
 from pdserve.rpc.events import AttemptRecord
 from tests.e2e.stack import Stack, alone, read_tokens, stack, streaming
-from tests.e2e.watched import engine
-from tests.engine.tiny import prompt
+from tests.e2e.watched import WAIT_S, WatchedEngine, engine
+from tests.engine.tiny import prompt, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, seed=0)
 SAMPLED = SamplingParams(seed=77, max_tokens=8, temperature=1.1, top_p=0.9, repetition_penalty=1.2, logprobs=2)
@@ -179,16 +181,32 @@ async def test_a_client_that_leaves_in_any_layer_leaves_nothing_behind(layer: in
         assert (await made.ask(ids, GREEDY)).ids == alone(ids, GREEDY).ids
 
 
+class Holding(WatchedEngine):
+    """Can be held before the first layer of a tail."""
+
+    def begin(self, plan: StepPlan) -> LayeredStep:
+        self._loop.call_soon_threadsafe(self.inside.set)
+        assert self._open.wait(WAIT_S), "the test never let go"
+        return super().begin(plan)
+
+
 async def test_a_client_that_leaves_while_the_decode_worker_computes_the_end() -> None:
-    model = engine()
+    model = Holding(tiny_model(), EngineConfig(pages=128, page_size=4, deterministic=True))
     async with splitting(decode=model) as made:
         (worker,) = made.decodes
-        with model.held(1):
+        with model.held():
             asking = asyncio.create_task(made.ask(prompt(300, seed=7), GREEDY))
-            await made.until(lambda: worker.pipeline.scheduler.running_tail is not None)
+            await model.inside.wait()
+            accounts = worker.accounts()
+            assert not accounts.fault and accounts.pages_held
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
+            await made.until(lambda: not worker.pipeline.count)
+            accounts = worker.accounts()
+            assert not accounts.fault and accounts.pages_held  # by the step alone
+            assert not worker.pipeline.quiet.is_set()
         await made.check_free()
+        assert worker.pipeline.quiet.is_set()
 
 
 def done(worker: DecodeWorker) -> list[int]:
