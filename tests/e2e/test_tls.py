@@ -23,6 +23,7 @@ from pdserve.registry.open import open_registry
 from pdserve.request import SamplingParams
 from pdserve.rpc.channel import channel
 from pdserve.rpc.status import from_rpc_error
+from pdserve.rpc.writing import write
 from pdserve.rpc.tls import CLIENT, OPERATOR, ROUTER, WORKER
 from tests.e2e.stack import LEASE, Stack, alone, stack
 from tests.engine.tiny import prompt
@@ -81,8 +82,9 @@ async def test_the_ports_of_workers_refuse_whoever_is_not_a_part_that_needs_them
             peer = ROUTER if address == made.router.address else WORKER
             async with channel(address, rpc_of(folder, role), peer=peer) as link:
                 attempt: Any = link.stream_stream(method)
-                call = attempt(iter((b"not even a message",)), timeout=5.0)
+                call = attempt(timeout=5.0)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await write(call, b"not even a message")
                     async for _ in call:
                         pass
             error = from_rpc_error(caught.value, address)
