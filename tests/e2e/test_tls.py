@@ -23,8 +23,8 @@ from pdserve.registry.open import open_registry
 from pdserve.request import SamplingParams
 from pdserve.rpc.channel import channel
 from pdserve.rpc.status import from_rpc_error
-from pdserve.rpc.writing import write
 from pdserve.rpc.tls import CLIENT, OPERATOR, ROUTER, WORKER
+from pdserve.rpc.writing import write
 from tests.e2e.stack import LEASE, Stack, alone, stack
 from tests.engine.tiny import prompt
 from tests.rpc.certificates import make_certificates, rpc_of
