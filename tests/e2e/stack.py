@@ -250,3 +250,14 @@ async def streaming(made: Stack, ids: Sequence[int], params: SamplingParams) -> 
     async with aclosing(made.client.generate(token_ids=ids, sampling=params, timeout_s=60.0)) as events:
         await read_tokens(events, 1)
         yield events
+
+
+async def ends_elsewhere(made: Stack, ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+    """The tokens, but for the first few, of an answer whose decode worker is removed in the middle of it."""
+    async with streaming(made, ids, params) as events:
+        got = await read_tokens(events, 20)
+        busy = next(worker for worker in made.decodes if worker.pipeline.count)
+        await made.remove(busy)
+        async for event in events:
+            got += event.ids if isinstance(event, Tokens) else ()
+    return got
