@@ -81,7 +81,7 @@ static void product(const Model& m, const Step& s, const Matrix* gate, const Mat
     int splits = (rows + TASK_ROWS - 1) / TASK_ROWS;
     auto uneven = [&](int tasks) { return 20 * ((tasks + s.threads - 1) / s.threads * s.threads - tasks) > tasks; };
     while (uneven(groups * splits) && rows / splits >= PANEL) splits *= 2;
-    const int each = int(rounded((rows + splits - 1) / splits, 6));
+    const int each = int(rounded((rows + splits - 1) / splits, has_tiles() ? TILE_ROWS : most_rows(4)));
     splits = (rows + each - 1) / each;
     const long per_thread = Scratch(m, s.threads, 0).per_thread, ld = gate ? 2 * columns : columns;
     share(s.threads, groups * splits, [&](Turn turn) {
@@ -256,8 +256,9 @@ extern "C" {
 
 int32_t pdserve_abi() { return 3; }
 
-// The instructions the library was built with: 2 bf16 products, 1 AVX-512, 0 portable.
+// The instructions it computes with: 3 tiles of bf16, 2 bf16 products, 1 AVX-512, 0 portable.
 int32_t pdserve_level() {
+    if (has_tiles()) return 3;
 #if defined(PDSERVE_BF16_DOT)
     return 2;
 #elif defined(PDSERVE_AVX512)

@@ -98,9 +98,9 @@ def load(path: Path) -> ctypes.CDLL:
 
 def pair(library: ctypes.CDLL, dtype: torch.dtype) -> int:
     """Inputs that the library multiplies at a time, in activations of this type."""
-    return 2 if dtype == torch.bfloat16 and library.pdserve_level() == 2 else 1
+    return 2 if dtype == torch.bfloat16 and library.pdserve_level() >= 2 else 1
 
 
 def level(library: ctypes.CDLL) -> str:
-    """What the library was built to use."""
-    return ("portable", "avx512", "avx512-bf16")[library.pdserve_level()]
+    """What the library computes with, here."""
+    return ("portable", "avx512", "avx512-bf16", "amx-bf16")[library.pdserve_level()]

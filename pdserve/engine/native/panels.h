@@ -6,21 +6,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "dots.h"
+#include "tiles.h"
 
 constexpr int PANEL = 64;  // most rows of a panel: four vectors
-
-// What will be read next. Fetched a few lines at a time while other work computes, so that memory never rests.
-struct Ahead {
-    const char* at = nullptr;
-    const char* end = nullptr;
-
-    INLINE void fetch(int lines) {
-        if (at >= end) return;
-        for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * 64, 0, 2);  // into the second cache: the first is full
-        at += lines * 64;
-    }
-};
 
 INLINE void transpose(f32x16* v) {  // sixteen rows of sixteen lanes
     f32x16 t[16];
@@ -161,6 +149,16 @@ constexpr int most_rows(int vectors) { return vectors == 4 ? 6 : 8; }  // of a t
 template <class X, class P>
 void times_panel(const X* x, long ldx, int rows, int inputs, const P* panel, long step, int columns, float* out, long ldo, bool fresh,
                  Ahead ahead = {}) {
+#ifdef PDSERVE_TILES
+    if constexpr (std::is_same_v<X, bf16> && !std::is_same_v<P, int8_t>) {
+        const int whole = has_tiles() ? inputs / TILE_INPUTS * TILE_INPUTS : 0;
+        if (whole > 0) {
+            times_tiles(x, ldx, rows, whole, (const char*)panel, step * long(sizeof(P)), (columns + LANES - 1) / LANES, out, ldo, fresh, ahead);
+            if (whole == inputs) return;
+            x += whole, inputs -= whole, panel += whole / 2 * step, fresh = false;
+        }
+    }
+#endif
     with_constant<4>((columns + LANES - 1) / LANES, [&](auto vectors) {
         constexpr int V = decltype(vectors)::value, MOST = most_rows(V);
         const int passes = (rows + MOST - 1) / MOST;

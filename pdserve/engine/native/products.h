@@ -10,12 +10,13 @@
 
 constexpr int DEPTH = 2048;       // inputs at a time: a stretch of a panel stays in the second cache, rows of x in the first
 constexpr int WIDE_PASSES = 2;    // more passes over a panel than these, and int8 is widened before
+constexpr int WIDE_ROWS = 4;      // the same for tiles, which do not read int8
 constexpr long AHEAD = 256 << 10; // bytes fetched before their turn comes
 constexpr int FEW_ROWS = 4;
 
 // Whether instructions fetch what is ahead, or the processor alone does, which is faster for one thread that passes over
 // a panel once (docs/performance-log.md).
-INLINE bool fetches(int threads, int rows, int lanes) { return rows > most_rows(lanes / LANES) || (threads > 1 && rows <= FEW_ROWS); }
+INLINE bool fetches(int threads, int rows, int lanes) { return has_tiles() || rows > most_rows(lanes / LANES) || (threads > 1 && rows <= FEW_ROWS); }
 
 template <class X, class W>
 struct Panels {
@@ -46,7 +47,7 @@ INLINE long wide_floats(long inputs) {
 template <class X, class W>
 void panel_product(const Panels<X, W>& w, long number, const X* x, int rows, float* out, long ldo, Ahead ahead, float* wide) {
     constexpr int PAIR = Cell<X>::INPUTS;
-    const bool widen = !std::is_same_v<X, W> && rows > WIDE_PASSES * most_rows(w.lanes / LANES);
+    const bool widen = !std::is_same_v<X, W> && rows > (has_tiles() ? WIDE_ROWS : WIDE_PASSES * most_rows(w.lanes / LANES));
     for (int k = 0; k < w.inputs; k += DEPTH) {
         const int depth = std::min(DEPTH, w.inputs - k);
         const W* from = w.panel(number) + long(k) * w.lanes;

@@ -45,13 +45,14 @@ void share(int threads, int count, F body) {
             body(Turn{thread, task, next});
             task = next;
         }
+        release_tiles();
     };
     if (threads == 1 || count <= 1) return work(0);
 #pragma omp parallel num_threads(threads)
     work(omp_get_thread_num());
 }
 
-constexpr int TASK_ROWS = 258;      // most rows of x in one task of a product: whole sixes
+constexpr int TASK_ROWS = 288;      // most rows of x in one task of a product: whole sixes, and whole tiles
 constexpr int QUERY_ROWS = 192;     // (query, head) rows in one task of attention
 constexpr int SPLIT_KEYS = 512;     // most keys that one task of a decode row reads
 
@@ -77,7 +78,7 @@ struct Scratch {
         long inputs = std::max({m.width, m.ffn, m.heads * m.head_dim});
         long product = TASK_ROWS * tile_columns(m) + wide_floats<float>(inputs);
         long wide = rounded(m.head_dim, PANEL), queries = long(task_queries(m)) * group(m);
-        long prefill = queries * (m.head_dim + wide + 2) + 2 * 24 * 128 + 2 * panel_floats<float>(m.head_dim) + 128 * wide;  // PrefillRoom
+        long prefill = queries * (m.head_dim + wide + 2) + 2 * 32 * 256 + 4 * panel_floats<float>(m.head_dim) + 256 * wide;  // PrefillRoom
         long decode = group(m) * (SPLIT_KEYS + LANES + wide + 2);
         per_thread = rounded(std::max({product, prefill, decode}) * 4 + 4096, 4096);
 
