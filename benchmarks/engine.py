@@ -27,6 +27,7 @@ from benchmarks.checkpoints import tiny_checkpoint as tiny_checkpoint
 from benchmarks.engine_cases import FULL, MARGIN, QUICK, Case, Cases
 from benchmarks.engine_sides import PAGE_SIZE, PEERS, Limit, Ours, Peer, Side, open_peers
 from benchmarks.int8_error import int8_error
+from benchmarks.peers.process import PeerError
 from benchmarks.report import Figure, make_parser, report
 from pdserve.engine.engine import Engine
 from pdserve.engine.load import find_smollm2, load_model
@@ -59,18 +60,29 @@ def open_engine(path: Path, cases: Cases, kernels: str, weights: str = "") -> En
 
 
 def rates(case: Case, sides: Mapping[str, Side], vocab: int, rounds: int) -> dict[str, float]:
-    """Tokens per second of each side, the best of its rounds."""
+    """Tokens per second of each side, the best of its rounds. A peer that ends has none, and costs nobody else's."""
     print(f"measuring {case.name}", file=sys.stderr, flush=True)
-    prompts = case.prompts(vocab)
-    for side in sides.values():
-        side.fill(prompts)
-    best = dict.fromkeys(sides, float("inf"))
+    prompts, sides = case.prompts(vocab), dict(sides)
+    best: dict[str, float] = {}
+
+    def seconds(name: str, work: Callable[[Side], float | None]) -> None:
+        try:
+            took = work(sides[name])
+        except PeerError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+            del sides[name]
+            best.pop(name, None)
+            return
+        if took is not None:
+            best[name] = min(best.get(name, took), took)
+
+    for name in tuple(sides):
+        seconds(name, lambda side: side.fill(prompts))
     for _ in range(rounds):
-        for name, side in sides.items():
+        for name in tuple(sides):
             time.sleep(SPIN_S)
-            seconds = side.decode(case.steps) if case.steps else side.prefill(prompts)
-            best[name] = min(best[name], seconds)
-    return {name: case.timed_tokens / seconds for name, seconds in best.items()}
+            seconds(name, lambda side: side.decode(case.steps) if case.steps else side.prefill(prompts))
+    return {name: case.timed_tokens / took for name, took in best.items()}
 
 
 def measure_decode(

@@ -16,7 +16,7 @@ from cache_transfer.messages import Queued
 from cache_transfer.refusals import out_of_order
 from cache_transfer.shared_queue import LINGERS, RUNS, SLEEPS, Queue
 
-_JOB_BYTES = 8 << 20  # then the thread gives way to other handoffs, and the event loop has a say
+_JOB_BYTES = 32 << 20  # then the thread gives way to other handoffs, and the event loop has a say
 
 
 class QueueIntake(AnyIntake):
@@ -44,19 +44,22 @@ class QueueIntake(AnyIntake):
 
     def _more(self, how: int) -> bool:
         """Whether a frame is there; if not, the sender knows how this side waits for one."""
-        if self._queue.announced(self._written) > self._written:
+        if self._is_one_there() or (how == LINGERS and self._queue.look() and self._is_one_there()):
             return True
         self._queue.waits(how)
-        if self._queue.announced(self._written) == self._written:
+        if not self._is_one_there():
             return False
         self._queue.waits(RUNS)
         return True
 
+    def _is_one_there(self) -> bool:
+        return self._queue.announced(self._written) > self._written
+
     def _run(self) -> int:
         """Runs in a worker thread, which alone counts `_written` meanwhile. A frame is written only once verified."""
-        before = self.manifest.payload_bytes
+        most = self.manifest.payload_bytes + _JOB_BYTES
         self._queue.waits(RUNS)
-        while not self._jobs.stopped and self.manifest.payload_bytes - before < _JOB_BYTES:
+        while not (self._coverage.complete or self._jobs.stopped) and self.manifest.payload_bytes < most:
             if self._more(LINGERS):
                 self._take_one()
             else:

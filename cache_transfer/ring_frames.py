@@ -17,7 +17,7 @@ from cache_transfer.shared import Ring
 from cache_transfer.shared_queue import LINGERS, RUNS, SLEEPS
 from cache_transfer.transport import PushStream
 
-_JOB_BYTES = 8 << 20  # then the thread gives way to other handoffs
+_JOB_BYTES = 32 << 20  # then the thread gives way to other handoffs
 
 
 class RingFrames:
@@ -54,7 +54,7 @@ class RingFrames:
 
     def _has_room(self, how: int) -> bool:
         """Whether a slot is free; if not, the receiver knows how this side waits until half of them are."""
-        if self._ring.has_room():
+        if self._ring.has_room() or (how == LINGERS and self._ring.queue.look() and self._ring.has_room()):
             return True
         self._ring.queue.want(self._ring.packed - self._ring.slots // 2)
         self._ring.queue.waits(how)

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 TRANSPORT = "shm"
 
 _PAGE = mmap.PAGESIZE
-_RING_BYTES = 8 << 20  # more would leave the processors' caches
+_RING_BYTES = 4 << 20  # more would leave the processors' caches
 _MAX_SLOTS = 64  # and entries of the queue
 _PAYLOADS = -(-(START + _MAX_SLOTS * ENTRY_BYTES) // _PAGE) * _PAGE  # where they begin
 
@@ -98,7 +98,6 @@ class Ring:
             raise
         self.queue = Queue.of_sender(self._memory, _MAX_SLOTS)
         self.slots = self.packed = 0
-        self._room = memoryview(bytearray())
         self.offer = SharedMemory(os.getpid(), self._fd, self._size, _MAX_SLOTS)
 
     def begin(self, secret: bytes, largest_payload: int, whole: int) -> bool:
@@ -122,12 +121,8 @@ class Ring:
         if self._memory is None or size > self._slot_bytes:
             raise Internal(f"no slot for a frame of {size} bytes")
         offset = _PAYLOADS + self.packed % self.slots * self._slot_bytes
-        if len(self._room) < size:
-            self._room = memoryview(bytearray(size))
-        # Rows are gathered in private memory and go over as a block: one by one, each waited for the receiver's core.
-        payload = self._room[:size]
+        payload = self._memory[offset : offset + size]
         frame.fill(payload)
-        self._memory[offset : offset + size] = payload
         placed = SharedFrame(frame.header, offset, size, frame_digest(secret, frame.header, payload))
         wake = self.queue.put(self.packed, placed)
         self.packed += 1

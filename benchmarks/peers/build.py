@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -40,7 +42,9 @@ def build_vllm(where: Path) -> None:
 
 
 def build_llamacpp(where: Path) -> None:
-    _pip(where, LLAMACPP)
+    """Without its use of AMX, in which version 0.3.36 ends with a segmentation fault (ggml_backend_amx_mul_mat)."""
+    without = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" if platform.machine() == "x86_64" else ""
+    _pip(where, "--no-cache-dir", LLAMACPP, CFLAGS=without, CXXFLAGS=without)
 
 
 def add_nixl(where: Path) -> None:
@@ -53,9 +57,9 @@ def _name(requirement: str) -> str:
     return requirement[:end].lower()
 
 
-def _pip(where: Path, *arguments: str) -> None:
+def _pip(where: Path, *arguments: str, **environment: str) -> None:
     command = [str(where / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "-q", *arguments]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env={**os.environ, **environment})
 
 
 def convert_model(where: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -81,8 +82,9 @@ class PeerProcess:
     def ask(self, do: str, **arguments: object) -> Any:
         """What the command returned; mostly seconds. Raises PeerError."""
         pipe = _open(self._process.stdin)
-        pipe.write(json.dumps({"do": do, **arguments}) + "\n")
-        pipe.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: so says its answer
+            pipe.write(json.dumps({"do": do, **arguments}) + "\n")
+            pipe.flush()
         return self._answer()
 
     def cpu_seconds(self) -> float:
@@ -91,7 +93,8 @@ class PeerProcess:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
-        _open(self._process.stdin).close()
+        with contextlib.suppress(BrokenPipeError):
+            _open(self._process.stdin).close()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:

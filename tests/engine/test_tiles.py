@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from tests.engine.tiny import rope, spec, tiny_engine
+from tests.engine.test_native import rope
+from tests.engine.tiny import spec, tiny_engine
 
 ASKED = """
 import ctypes, sys, torch

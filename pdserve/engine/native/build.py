@@ -35,8 +35,8 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "
 LIMIT_S = 300  # of one compilation
 UNUSED_S = 30 * 24 * 3600  # after which another recipe's library goes
 _SOURCES = (
-    *("abi.h", "simd.h", "ahead.h", "dots.h", "tiles.h", "panels.h", "products.h", "tasks.h", "pages.h", "decode.h", "prefill.h"),
-    *("attention.h", "kernels.cpp"),
+    *("abi.h", "simd.h", "ahead.h", "dots.h", "tiles.h", "panels.h", "products.h", "tasks.h", "pages.h", "decode.h"),
+    *("prefill.h", "attention.h", "kernels.cpp"),
 )
 _LIBRARY, _DIGEST = "kernels.so", "kernels.sha256"
 _BUILDING = ".building-"  # begins the names of folders that are built in
