@@ -46,6 +46,15 @@ def test_a_receiver_that_sleeps_is_woken_once_and_one_that_runs_never() -> None:
     assert sender.put(5, FRAME)
 
 
+def test_a_look_sees_what_comes_and_ends_when_nothing_does() -> None:
+    sender, receiver = sides()
+    assert not receiver.look()
+    sender.put(0, FRAME)
+    assert receiver.look() and receiver.announced(0) == 1
+    assert not receiver.look()  # that one is known by now
+    assert receiver.finish(1) is False and sender.look()
+
+
 def test_a_sender_that_sleeps_is_woken_when_so_many_are_done_as_it_wants() -> None:
     sender, receiver = sides()
     sender.want(2)
