@@ -59,8 +59,12 @@ class QueueIntake(AnyIntake):
         """Runs in a worker thread, which alone counts `_written` meanwhile. A frame is written only once verified."""
         most = self.manifest.payload_bytes + _JOB_BYTES
         self._queue.waits(RUNS)
-        while not (self._coverage.complete or self._jobs.stopped) and self.manifest.payload_bytes < most:
-            if self._more(LINGERS):
+        while not self._jobs.stopped and self.manifest.payload_bytes < most:
+            if self._is_one_there():
+                self._take_one()  # or refuses one that is too many
+            elif self._coverage.complete:
+                break
+            elif self._more(LINGERS):
                 self._take_one()
             else:
                 self._queue.linger()

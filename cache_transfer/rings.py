@@ -1,6 +1,6 @@
 """Shared memory of one sending process, kept from one handoff to the next.
 
-Getting 8 MiB from the system and giving it back takes 6 ms, as long as sending 20 MB through it. A ring is used again
+Getting 4 MiB from the system and giving it back takes 3 ms, as long as sending 6 MB through it. A ring is used again
 only for the receiver that has read it before, so that no worker ever finds bytes of others' caches in it, and only
 after that receiver has said that it is done: with its acknowledgement it has closed the memory. Else it is dropped.
 """

@@ -107,6 +107,7 @@ class PeerProcess:
         pipe = _open(self._process.stdout)
         # One command has one line of answer, so nothing is ever left in the reader's buffer.
         if not select.select([pipe], [], [], TIMEOUT_S)[0]:
+            self._process.kill()  # what it would answer later is not what is asked then
             raise PeerError(f"{self.name} did not answer within {TIMEOUT_S:g} s")
         line = pipe.readline()
         if not line:

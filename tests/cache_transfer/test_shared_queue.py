@@ -35,9 +35,9 @@ ANNOUNCED = 64  # bytes, as docs/protocol.md says it
 class ByHand:
     """A sender's memory and stream with nothing of our sender in it."""
 
-    def __init__(self, pair: Pair) -> None:
-        self.pair = pair
-        self.ticket, self.identity = pair.issue(TOKENS)
+    def __init__(self, pair: Pair, *, logits_only: bool = False) -> None:
+        self.pair, self.logits_only = pair, logits_only
+        self.ticket, self.identity = pair.issue(TOKENS, logits_only=logits_only)
         self.fd = os.memfd_create("by-hand", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, SIZE)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -46,7 +46,8 @@ class ByHand:
 
     async def open(self) -> Grant:
         self.stream = self.pair.transport.open(WAIT_S)
-        opening = make_opening(self.ticket, self.identity, self.pair.sends, logits_only=False, shared=self.offer)
+        of = self.ticket, self.identity, self.pair.sends
+        opening = make_opening(*of, logits_only=self.logits_only, shared=self.offer)
         await self.stream.send(opening)
         async with asyncio.timeout(WAIT_S):
             grant = await self.stream.receive()
@@ -123,6 +124,19 @@ async def test_a_hostile_queue_is_refused(case: tuple[tuple[Callable[[ByHand, in
         assert (await it.refused()).reason == reason
         await it.close()
         assert all(sink.writes <= announced - 1 for sink in pair.host.sinks.values())
+        await pair.check_next_handoff_works()
+
+
+async def test_a_frame_after_all_that_was_granted_is_refused() -> None:
+    """At once: it does not wait in the queue for somebody to look at it."""
+    async with make_pair("grpc") as pair:
+        it = ByHand(pair, logits_only=True)  # nothing is to come
+        assert (await it.open()).queue
+        it.entry(0, sized(it.frame(0)))
+        it.announce(1)
+        await it.stream.send(Queued(1))
+        assert (await it.refused()).reason == "FRAME_TOKENS"
+        await it.close()
         await pair.check_next_handoff_works()
 
 

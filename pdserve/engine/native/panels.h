@@ -1,6 +1,6 @@
 // Panels: up to 64 rows of one operand turned so that a lane holds a row (inputs outermost), then multiplied with one
-// broadcast of the other operand per input or pair. No sums over lanes. The arithmetic of all products with weights,
-// and of prefill attention.
+// broadcast of the other operand per input or pair, or by tiles (tiles.h). No sums over lanes. The arithmetic of all products
+// with weights, and of prefill attention.
 #pragma once
 
 #include <algorithm>

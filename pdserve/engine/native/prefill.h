@@ -7,8 +7,7 @@
 // What one task of prefill works in; rows are (query, head of the group) pairs.
 template <class X>
 struct PrefillRoom {
-    static constexpr int KEYS = 4 * PANEL;  // of a block
-    static constexpr int STEP = 32;  // rows whose scores stay in the first cache from product to product
+    static constexpr int KEYS = BLOCK_KEYS, STEP = BLOCK_ROWS;
     X* q;                            // [rows, d]
     float *out, *best, *total;       // [rows, wide], [rows], [rows]
     float* scores;                   // [STEP, KEYS]

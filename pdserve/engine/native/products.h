@@ -15,7 +15,7 @@ constexpr long AHEAD = 256 << 10; // bytes fetched before their turn comes
 constexpr int FEW_ROWS = 4;
 
 // Whether instructions fetch what is ahead, or the processor alone does, which is faster for one thread that passes over
-// a panel once (docs/performance-log.md).
+// a panel once, but not where there are tiles (docs/performance-log.md).
 INLINE bool fetches(int threads, int rows, int lanes) { return has_tiles() || rows > most_rows(lanes / LANES) || (threads > 1 && rows <= FEW_ROWS); }
 
 template <class X, class W>

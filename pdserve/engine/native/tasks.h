@@ -54,6 +54,11 @@ void share(int threads, int count, F body) {
 
 constexpr int TASK_ROWS = 288;      // most rows of x in one task of a product: whole sixes, and whole tiles
 constexpr int QUERY_ROWS = 192;     // (query, head) rows in one task of attention
+#ifdef PDSERVE_TILES
+constexpr int BLOCK_ROWS = 32, BLOCK_KEYS = 4 * PANEL;  // of prefill attention: scores that go from product to product
+#else
+constexpr int BLOCK_ROWS = 24, BLOCK_KEYS = 2 * PANEL;  // the same; they stay in a first cache of 32 KiB
+#endif
 constexpr int SPLIT_KEYS = 512;     // most keys that one task of a decode row reads
 
 INLINE long rounded(long n, long to) { return (n + to - 1) / to * to; }
@@ -78,7 +83,7 @@ struct Scratch {
         long inputs = std::max({m.width, m.ffn, m.heads * m.head_dim});
         long product = TASK_ROWS * tile_columns(m) + wide_floats<float>(inputs);
         long wide = rounded(m.head_dim, PANEL), queries = long(task_queries(m)) * group(m);
-        long prefill = queries * (m.head_dim + wide + 2) + 2 * 32 * 256 + 4 * panel_floats<float>(m.head_dim) + 256 * wide;  // PrefillRoom
+        long prefill = queries * (m.head_dim + wide + 2) + 2 * BLOCK_ROWS * BLOCK_KEYS + BLOCK_KEYS / PANEL * panel_floats<float>(m.head_dim) + BLOCK_KEYS * wide;  // PrefillRoom
         long decode = group(m) * (SPLIT_KEYS + LANES + wide + 2);
         per_thread = rounded(std::max({product, prefill, decode}) * 4 + 4096, 4096);
 

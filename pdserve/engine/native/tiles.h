@@ -18,14 +18,14 @@ constexpr int TILE_ROWS = 2 * TILE;
 #include <unistd.h>
 
 // Whether the system lets this process use them: it must be asked, once, for all threads.
-inline bool has_tiles() {
+static bool has_tiles() {
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool has = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     return has;
 }
 
 // Rows of x that this thread's tiles are set up for; 0: for none. While they are, a switch of threads saves 8 KiB more.
-inline thread_local int tile_rows = 0;
+static thread_local int tile_rows = 0;
 
 // Tiles 0 and 1 [first rows, 16] and 2 and 3 [further rows, 16] are sums, 4 and 5 rows of x, 6 and 7 of a panel. With
 // sixteen rows or less 0 to 3 are sums of four times sixteen outputs.
@@ -39,7 +39,7 @@ INLINE void set_tiles(int rows) {
     const int first = std::min(rows, TILE), further = rows > TILE ? rows - TILE : first;
     const int heights[8] = {first, first, further, further, first, further, TILE, TILE};
     for (int i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = uint8_t(heights[i]);
-    _tile_loadconfig(&shapes);
+    asm volatile("ldtilecfg %0" : : "m"(shapes));  // the compiler's own says that it reads eight bytes of them
     tile_rows = rows;
 }
 
@@ -63,7 +63,7 @@ INLINE void release_tiles() {
 
 // out [17 to 32 rows, V vectors] (+)= x panel; `inputs` in whole TILE_INPUTS, `step` in bytes.
 template <int V>
-void tall_block(const bf16* x, long ldx, int inputs, const char* panel, long step, float* out, long ldo, bool fresh, Ahead& ahead, int lines) {
+static void tall_block(const bf16* x, long ldx, int inputs, const char* panel, long step, float* out, long ldo, bool fresh, Ahead& ahead, int lines) {
     if (!fresh) {
         LOAD_SUM(0, 0, 0);
         LOAD_SUM(2, TILE, 0);
@@ -95,7 +95,7 @@ void tall_block(const bf16* x, long ldx, int inputs, const char* panel, long ste
 
 // The same for up to sixteen rows and up to four vectors.
 template <int V>
-void low_block(const bf16* x, long ldx, int inputs, const char* panel, long step, float* out, long ldo, bool fresh, Ahead& ahead, int lines) {
+static void low_block(const bf16* x, long ldx, int inputs, const char* panel, long step, float* out, long ldo, bool fresh, Ahead& ahead, int lines) {
     if (!fresh) {
         LOAD_SUM(0, 0, 0);
         if constexpr (V > 1) LOAD_SUM(1, 0, TILE);
@@ -133,7 +133,7 @@ void low_block(const bf16* x, long ldx, int inputs, const char* panel, long step
 #undef LOAD_PANEL
 
 // out [rows, vectors] (+)= x [rows, inputs] panel, for inputs in whole TILE_INPUTS. A panel's half stays in the first cache.
-inline void times_tiles(const bf16* x, long ldx, int rows, int inputs, const char* panel, long step, int vectors, float* out, long ldo,
+static void times_tiles(const bf16* x, long ldx, int rows, int inputs, const char* panel, long step, int vectors, float* out, long ldo,
                         bool fresh, Ahead ahead) {
     asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
     typedef void (*Block)(const bf16*, long, int, const char*, long, float*, long, bool, Ahead&, int);
