@@ -11,7 +11,8 @@
 Who finds nothing to do looks on for LOOK_S, says so in a word of its own, looks again, and waits: first a little on the
 other's counter (futex.py), where the other's thread wakes it; then its thread ends, and the other's event loop wakes it
 by a message on the stream (Queued or Release). Between a write and the look that answers it there is a fence on both
-sides, so of two that meet at least one sees the other. A waiting word is never the same twice, so each wait is ended once.
+sides, so of two that meet at least one sees the other. A waiting word is never the same twice, so each wait is ended
+once.
 
 Neither side trusts the other's counters: what they cannot be is SHARED_RANGE, and an entry is copied before it is read.
 """
