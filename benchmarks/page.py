@@ -1,5 +1,7 @@
 """Writes docs/performance.md from the JSON files of benchmark runs: `python -m benchmarks.page FOLDER`.
 
+Of another kind of processor it makes another page (`--output docs/performance-amx.md`).
+
 The prose is in performance.template.md beside this file. A line of it such as
 
     {{table engine.json: decode}}

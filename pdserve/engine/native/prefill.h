@@ -56,17 +56,25 @@ INLINE void prefill_softmax(const Model& m, float* scores, int vectors, int low,
                             X* weights) {
     constexpr bool EXACT = sizeof(X) > 2;
     const float unit = m.soft_cap == 0 ? m.scale * LOG2_E : LOG2_E;  // a score's, as an exponent of two
+    const bool capping = m.soft_cap != 0;
     f32x16 top = splat(best);
     const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int i = 0; i < vectors; i++) {
+    const int plain = low > 0 || capping ? 0 : std::min(vectors, high / LANES);  // vectors whose keys are all seen
+    f32x16 other = top;
+    for (int i = 0; i + 1 < plain; i += 2) {
+        top = max(top, load(scores + i * LANES));
+        other = max(other, load(scores + (i + 1) * LANES));
+    }
+    top = max(top, other);
+    for (int i = plain / 2 * 2; i < vectors; i++) {
         f32x16 v = load(scores + i * LANES);
         const bool edge = low > i * LANES || high < (i + 1) * LANES;
-        if (m.soft_cap != 0) v = capped(v * m.scale, m.soft_cap);
+        if (capping) v = capped(v * m.scale, m.soft_cap);
         if (edge) {
             i32x16 key = lanes + i * LANES;
             v = (key >= low) & (key < high) ? v : splat(UNSEEN);
         }
-        if (edge || m.soft_cap != 0) store(scores + i * LANES, v);
+        if (edge || capping) store(scores + i * LANES, v);
         top = max(top, v);
     }
     const float now = max(top), shift = now * unit;
@@ -75,11 +83,15 @@ INLINE void prefill_softmax(const Model& m, float* scores, int vectors, int low,
         return;
     }
     f32x16 sums_of = {};
-    for (int i = 0; i < vectors; i++) {
+    f32x16 more_sums = {};
+    auto weigh = [&](int i, f32x16& to) {
         f32x16 weight = exp2<EXACT>(load(scores + i * LANES) * unit - shift);
         store(weights + i * LANES, weight);
-        sums_of += weight;
-    }
+        to += weight;
+    };
+    for (int i = 0; i + 1 < vectors; i += 2) weigh(i, sums_of), weigh(i + 1, more_sums);
+    if (vectors % 2) weigh(vectors - 1, sums_of);
+    sums_of += more_sums;
     if (now != best) {
         float keep = best == UNSEEN ? 0.0f : std::exp2(best * unit - shift);
         for (long i = 0; i < wide; i += LANES) store(out + i, load(out + i) * keep);

@@ -53,10 +53,11 @@ void share(int threads, int count, F body) {
 }
 
 constexpr int TASK_ROWS = 288;      // most rows of x in one task of a product: whole sixes, and whole tiles
-constexpr int QUERY_ROWS = 192;     // (query, head) rows in one task of attention
 #ifdef PDSERVE_TILES
+constexpr int QUERY_ROWS = 384;                          // (query, head) rows in one task of attention
 constexpr int BLOCK_ROWS = 32, BLOCK_KEYS = 4 * PANEL;  // of prefill attention: scores that go from product to product
 #else
+constexpr int QUERY_ROWS = 192;
 constexpr int BLOCK_ROWS = 24, BLOCK_KEYS = 2 * PANEL;  // the same; they stay in a first cache of 32 KiB
 #endif
 constexpr int SPLIT_KEYS = 512;     // most keys that one task of a decode row reads
