@@ -1,6 +1,7 @@
 """Writes docs/performance.md from the JSON files of benchmark runs: `python -m benchmarks.page FOLDER`.
 
-Of another kind of processor it makes another page (`--output docs/performance-amx.md`).
+Of another kind of processor it makes another page (`--measured --output docs/performance-amx.md`), with only those
+sections that FOLDER has something of.
 
 The prose is in performance.template.md beside this file. A line of it such as
 
@@ -33,13 +34,21 @@ DIRECTIVE = re.compile(r"^\{\{table (\S+?)(?:: (.+))?\}\}$", re.MULTILINE)
 Row = dict[str, Any]
 
 
-def page(template: str, folder: Path) -> str:
+def page(template: str, folder: Path, measured: bool = False) -> str:
+    """Args: `measured`: without the sections whose tables are all empty."""
     files = {file.name: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
 
+    def rows_of(found: re.Match[str]) -> list[Row]:
+        return [row for row in files.get(found[1], ()) if row["name"].startswith(found[2] or "")]
+
     def expand(found: re.Match[str]) -> str:
-        name, prefix = found[1], found[2] or ""
-        rows = [row for row in files.get(name, ()) if row["name"].startswith(prefix)]
-        return table(rows, prefix) if rows else f"*Not measured in this run ({name}).*"
+        rows = rows_of(found)
+        return table(rows, found[2] or "") if rows else f"*Not measured in this run ({found[1]}).*"
+
+    if measured:
+        sections = re.split(r"^(?=## )", template, flags=re.MULTILINE)
+        tables = [list(map(rows_of, DIRECTIVE.finditer(section))) for section in sections]
+        template = "".join(s for s, those in zip(sections, tables, strict=True) if any(those) or not those)
 
     text = DIRECTIVE.sub(expand, template)
     for name, value in (("machine", machine()), ("versions", versions()), ("verdicts", verdicts(files))):
@@ -122,8 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with the JSON files of the runs")
     parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE")
+    parser.add_argument("--measured", action="store_true", help="leave out sections of which nothing was measured")
     options = parser.parse_args()
-    options.output.write_text(page(TEMPLATE.read_text(), options.folder))
+    options.output.write_text(page(TEMPLATE.read_text(), options.folder, options.measured))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,24 @@ def test_the_template_leaves_no_mark_unfilled(tmp_path: Path) -> None:
     assert "{{" not in page(TEMPLATE.read_text(), tmp_path)
 
 
+def test_a_page_of_what_was_measured_leaves_the_other_sections_out(tmp_path: Path) -> None:
+    row = {"name": "one", "value": 1.0, "unit": "", "peer": None, "ratio": None, "goal": None, "met": None}
+    (tmp_path / "a.json").write_text(json.dumps([row]))
+    sections = (
+        "# Top",
+        "## A",
+        "{{table a.json}}",
+        "## B",
+        "{{table a.json: two}}",
+        "## C",
+        "{{table c.json}}",
+        "## D",
+    )
+    made = page("\n\n".join((*sections, "words\n")), tmp_path, measured=True)
+    assert [line for line in made.splitlines() if line.startswith("#")] == ["# Top", "## A", "## D"]
+    assert "one" in made and "Not measured" not in made
+
+
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
 def test_the_exponent_of_a_power_is_its_own(power: float) -> None:
     assert exponent([(x, 3 * x**power) for x in (1, 2, 4, 16)]) == pytest.approx(power)
