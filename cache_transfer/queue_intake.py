@@ -60,12 +60,10 @@ class QueueIntake(AnyIntake):
         most = self.manifest.payload_bytes + _JOB_BYTES
         self._queue.waits(RUNS)
         while not self._jobs.stopped and self.manifest.payload_bytes < most:
-            if self._is_one_there():
-                self._take_one()  # or refuses one that is too many
-            elif self._coverage.complete:
+            if self._coverage.complete and not self._is_one_there():
                 break
-            elif self._more(LINGERS):
-                self._take_one()
+            if self._more(LINGERS):
+                self._take_one()  # or refuses one that is too many
             else:
                 self._queue.linger()
                 self._queue.waits(RUNS)
